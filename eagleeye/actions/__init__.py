@@ -1,0 +1,1 @@
+"""From an incident to a plan and its outcome: policy (pure), the backend seam, the journal."""

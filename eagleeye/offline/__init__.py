@@ -1,0 +1,1 @@
+"""Batch: read history, clean, fit, calibrate, evaluate, register."""

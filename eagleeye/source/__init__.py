@@ -1,0 +1,1 @@
+"""Where windows come from: a Prometheus server, exporters scraped directly, recorded traces."""

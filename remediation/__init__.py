@@ -1,0 +1,1 @@
+"""Hands: implementations of the backend seam of `eagleeye.actions`."""
