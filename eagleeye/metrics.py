@@ -28,7 +28,8 @@ UNITS = ("1", "bytes", "bytes/s", "watts", "celsius", "hertz", "seconds", "1/s",
 class Metric:
     """One row of the catalogue.
 
-    `join` says how several series of one rank (the ports of its node, say) become one value.
+    `join` says how several series of one rank (the ports of its node, say) become one value. `compared` columns are compared
+    between ranks by the detectors; the others are facts for the rules (an age, a counter, a state).
     """
 
     column: str
@@ -39,6 +40,7 @@ class Metric:
     help: str
     join: Literal["sum", "max", "min"] = "sum"
     extra_labels: tuple[str, ...] = ()
+    compared: bool = True
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -110,6 +112,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     Metric(
         "ib_port_up", "1", "port", "gauge", PREFIX + "infiniband_port_up", "1 when the port's state is ACTIVE, else 0.", "min"
+        compared=False,
     ),
     # The node's own network, from the network namespace of the exporter; never loopback
     Metric(
@@ -136,7 +139,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "network_errors_total",
         "Errors and drops of the device, both directions.",
     ),
-    Metric("network_up", "1", "device", "gauge", PREFIX + "network_up", "1 when the device has a carrier, else 0.", "min"),
+    Metric("network_up", "1", "device", "gauge", PREFIX + "network_up", "1 when the device has a carrier, else 0.", "min", compared=False),
     Metric(
         "network_retransmits_per_second",
         "1/s",
@@ -162,6 +165,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "process_up",
         "1 while the rank's process exists, 0 after it vanished.",
         "min",
+        compared=False,
     ),
     Metric(
         "process_exit_age_seconds",
@@ -171,6 +175,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "process_exit_timestamp_seconds",
         "When the rank's process vanished.",
         "max",
+        compared=False,
     ),
     Metric(
         "process_stopped_ratio",
@@ -180,6 +185,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "process_stopped_ratio",
         "Share of looks since the last scrape that found the process stopped or in uninterruptible sleep.",
         "max",
+        compared=False,
     ),
     Metric(
         "process_cpu_ratio",
@@ -204,6 +210,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "gauge",
         PREFIX + "process_resident_memory_bytes",
         "Resident memory of the process.",
+        compared=False,
     ),
     # Progress, from the one-line hook or from the log
     Metric(
@@ -214,6 +221,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "train_steps",
         "Training steps finished, as the job counts them.",
         "max",
+        compared=False,
     ),
     Metric(
         "train_step_age_seconds",
@@ -223,6 +231,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "train_step_timestamp_seconds",
         "When the newest step finished.",
         "max",
+        compared=False,
     ),
     Metric(
         "train_step_seconds", "seconds", "rank", "gauge", PREFIX + "train_step_seconds", "Duration of the newest step.", "max"
@@ -244,6 +253,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "train_collective_ratio",
         "1 while the rank is inside a collective, else 0.",
         "max",
+        compared=False,
     ),
     Metric(
         "train_phase",
@@ -253,6 +263,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "train_phase",
         "Phase by number: 0 init, 1 train, 2 eval, 3 checkpoint, 4 load, 5 finished.",
         "max",
+        compared=False,
     ),
     Metric(
         "train_heartbeat_age_seconds",
@@ -262,6 +273,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "train_heartbeat_timestamp_seconds",
         "When the process last showed a sign of life from a thread of its own.",
         "max",
+        compared=False,
     ),
     Metric(
         "collective_wait_ratio",
@@ -280,9 +292,10 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "log_window_errors",
         "Error lines in the sliding window, by class.",
         extra_labels=("class",),
+        compared=False,
     ),
-    Metric("log_hardware_errors", "1", "node", "gauge", None, "Of these, lines that report broken hardware."),
-    Metric("log_communication_errors", "1", "node", "gauge", None, "Of these, lines that report a lost or timed-out peer."),
+    Metric("log_hardware_errors", "1", "node", "gauge", None, "Of these, lines that report broken hardware.", compared=False),
+    Metric("log_communication_errors", "1", "node", "gauge", None, "Of these, lines that report a lost or timed-out peer.", compared=False),
     Metric(
         "log_first_error_age_seconds",
         "seconds",
@@ -291,6 +304,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "log_first_error_timestamp_seconds",
         "When the first error line of the sliding window was written.",
         "max",
+        compared=False,
     ),
 )
 
