@@ -111,7 +111,13 @@ CATALOGUE: tuple[Metric, ...] = (
         "Symbol, link-recovery, receive and discard errors of the port.",
     ),
     Metric(
-        "ib_port_up", "1", "port", "gauge", PREFIX + "infiniband_port_up", "1 when the port's state is ACTIVE, else 0.", "min"
+        "ib_port_up",
+        "1",
+        "port",
+        "gauge",
+        PREFIX + "infiniband_port_up",
+        "1 when the port's state is ACTIVE, else 0.",
+        "min",
         compared=False,
     ),
     # The node's own network, from the network namespace of the exporter; never loopback
@@ -139,7 +145,16 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "network_errors_total",
         "Errors and drops of the device, both directions.",
     ),
-    Metric("network_up", "1", "device", "gauge", PREFIX + "network_up", "1 when the device has a carrier, else 0.", "min", compared=False),
+    Metric(
+        "network_up",
+        "1",
+        "device",
+        "gauge",
+        PREFIX + "network_up",
+        "1 when the device has a carrier, else 0.",
+        "min",
+        compared=False,
+    ),
     Metric(
         "network_retransmits_per_second",
         "1/s",
@@ -295,7 +310,15 @@ CATALOGUE: tuple[Metric, ...] = (
         compared=False,
     ),
     Metric("log_hardware_errors", "1", "node", "gauge", None, "Of these, lines that report broken hardware.", compared=False),
-    Metric("log_communication_errors", "1", "node", "gauge", None, "Of these, lines that report a lost or timed-out peer.", compared=False),
+    Metric(
+        "log_communication_errors",
+        "1",
+        "node",
+        "gauge",
+        None,
+        "Of these, lines that report a lost or timed-out peer.",
+        compared=False,
+    ),
     Metric(
         "log_first_error_age_seconds",
         "seconds",
