@@ -5,6 +5,8 @@ does no I/O, keeps no state between calls, and abstains rather than guesses: NaN
 can judge none.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,6 +41,18 @@ class Score:
     def fired(self) -> bool | None:
         """Whether any rank is anomalous; None when the detector abstained."""
         return None if self.abstained is not None else bool(np.nanmax(self.score_R) > 1.0)
+
+    @classmethod
+    def by_worst_metric(cls, detector: str, score_RM: NDArray[np.float64], metrics: Sequence[str]) -> Score:
+        """Return the score of each rank's worst metric, with that metric as its evidence.
+
+        `score_RM` is (R, M); NaN = not judged. Ranks with no judged metric are NaN; when that is everybody the detector abstains.
+        """
+        judged_R = np.asarray(np.isfinite(score_RM).any(axis=1))
+        filled_RM = np.where(np.isfinite(score_RM), score_RM, -np.inf)
+        score_R = np.where(judged_R, filled_RM.max(axis=1), np.nan)
+        evidence = tuple(metrics[m] if ok else "" for m, ok in zip(filled_RM.argmax(axis=1), judged_R, strict=True))
+        return cls(detector, score_R, None if judged_R.any() else "no rank was observed", evidence)
 
 
 class Detector(Protocol):

@@ -1,0 +1,83 @@
+"""What was planned and how each action ended, in SQLite: survives a crash, and keeps two remediators from doing one
+thing twice.
+"""
+
+import json
+import sqlite3
+from pathlib import Path
+
+from eagleeye.errors import EnvironmentLacks
+from eagleeye.records import Outcome, Plan, from_json, to_json
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS plans (incident_id TEXT PRIMARY KEY, planned_s REAL NOT NULL, plan TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS operations (operation_id TEXT PRIMARY KEY, claimed_s REAL NOT NULL, outcome TEXT);
+"""
+
+
+class Journal:
+    """One file. Every write is on disk when the call returns.
+
+    Raises
+    ------
+    EnvironmentLacks
+        The file cannot be opened or written, or is no journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=5.0, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise self._unusable(error) from None
+
+    def record(self, plan: Plan, now_s: float) -> bool:
+        """Write a plan; return False when its incident has one already, which is then kept."""
+        text = json.dumps(to_json(plan))
+        return self._write("INSERT OR IGNORE INTO plans VALUES (?, ?, ?)", plan.incident_id, now_s, text) == 1
+
+    def claim(self, operation_id: str, now_s: float) -> bool:
+        """Say that an operation begins; return False when somebody began it before."""
+        return self._write("INSERT OR IGNORE INTO operations VALUES (?, ?, NULL)", operation_id, now_s) == 1
+
+    def finish(self, outcome: Outcome) -> None:
+        """Write how a claimed operation ended."""
+        self._write(
+            "UPDATE operations SET outcome = ? WHERE operation_id = ?", json.dumps(to_json(outcome)), outcome.operation_id
+        )
+
+    def plans(self) -> list[Plan]:
+        """Return all plans, oldest first."""
+        return [
+            from_json(Plan, json.loads(row[0])) for row in self._read("SELECT plan FROM plans ORDER BY planned_s, incident_id")
+        ]
+
+    def outcomes(self) -> list[Outcome]:
+        """Return the outcomes of all operations that ended, in the order in which they began."""
+        rows = self._read("SELECT outcome FROM operations WHERE outcome IS NOT NULL ORDER BY claimed_s, operation_id")
+        return [from_json(Outcome, json.loads(row[0])) for row in rows]
+
+    def close(self) -> None:
+        """Release the file."""
+        self._db.close()
+
+    def _write(self, sql: str, *values: object) -> int:
+        try:
+            return self._db.execute(sql, values).rowcount
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def _read(self, sql: str) -> list[tuple[str]]:
+        try:
+            return self._db.execute(sql).fetchall()
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: Exception) -> EnvironmentLacks:
+        return EnvironmentLacks(
+            f"cannot use the journal {self._path}: {error}; free some space or set [actions] journal to another file"
+        )

@@ -1,0 +1,42 @@
+"""Is this a moment in which ranks can be compared at all? Pure.
+
+TRANSOM section IV says itself that its detectors only suit busy jobs, and flags a sleeping one; we say "not applicable" instead.
+"""
+
+import numpy as np
+
+from eagleeye.detectors.rules import ended
+from eagleeye.window import Window
+
+BUSY_RATIO = 0.05
+"""Below this share of use of its GPU (or of a CPU) in the median rank, a job does not work."""
+
+RECENT_POINTS = 6
+PHASES = {0: "starts up", 2: "evaluates", 3: "writes a checkpoint", 4: "loads a checkpoint", 5: "has finished"}
+
+
+def not_applicable(window: Window) -> str | None:
+    """Return why the job cannot be judged now, in words, or None when it can."""
+    if ended(window):
+        return "the job has ended"
+    if window.has("train_phase"):
+        phases = window.column_RT("train_phase")[:, -1]
+        phases = phases[np.isfinite(phases)]
+        if len(phases) and (phases != 1).mean() > 0.5:
+            return f"the job {PHASES.get(int(np.median(phases[phases != 1])), 'is in a phase of its own')}"
+    for metric in ("gpu_utilization_ratio", "process_cpu_ratio"):
+        if window.has(metric):
+            recent = window.column_RT(metric)[:, -RECENT_POINTS:]
+            seen = np.asarray(np.isfinite(recent).any(axis=1))
+            if seen.any():
+                use = np.nanmean(recent[seen], axis=1)
+                return f"the job is idle (median {metric} {np.median(use):.2f})" if np.median(use) < BUSY_RATIO else None
+    return None
+
+
+def missing(window: Window) -> str | None:
+    """Return a sentence when the newest instants of most ranks were not observed: that is unknown, not normal."""
+    seen_R = np.asarray(np.isfinite(window.values_RMT[:, :, -3:]).any(axis=(1, 2)))
+    if seen_R.mean() > 0.5:
+        return None
+    return f"{int((~seen_R).sum())} of {len(seen_R)} ranks sent nothing in the last {3 * window.step_s:.0f} s"

@@ -1,0 +1,165 @@
+"""The detectors together: what they learned from normal work, stored as plain numbers, and their scores for one window."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eagleeye import plugins
+from eagleeye.detectors.base import Detector, Model, Score
+from eagleeye.detectors.peers import Scale, fit_scale, offsets_RM, prepare
+from eagleeye.errors import ModelMismatch, NoData
+from eagleeye.window import Window
+
+FORMAT = 1
+"""Version of what `to_parts` returns; a model of another format is refused, never guessed at."""
+
+DETECTORS = ("knn_dtw", "matrix_profile", "lof")
+PAST_POINTS = 120
+"""Instants of a rank's own past that a tick looks at."""
+TICK_POINTS = 30
+"""Held-out normal work is cut into ticks this many instants apart when it calibrates thresholds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ensemble:
+    """Fitted detectors. `step_s` is the sampling interval that they were fitted at."""
+
+    scale: Scale
+    step_s: float
+    models: Mapping[str, Model]
+    detectors: Mapping[str, Detector]
+
+    def score(self, window: Window, offset_RM: NDArray[np.float32]) -> list[Score]:
+        """Score the last instants of `window` by every detector.
+
+        Parameters
+        ----------
+        window : as read from a source; metrics that the model does not know are ignored, those that are missing are NaN
+        offset_RM : (R, M) of the scale's metrics, from `job_offsets`
+
+        Raises
+        ------
+        ModelMismatch
+            The window carries none of the metrics that the model was fitted on.
+        """
+        if not set(window.metrics) & set(self.scale.metrics):
+            known = ", ".join(self.scale.metrics)
+            raise ModelMismatch(f"job {window.job} has none of the model's metrics ({known}); train on such jobs")
+        prepared = prepare(window.last(PAST_POINTS * window.step_s), self.scale, offset_RM)
+        return [detector.score(self.models[name], prepared) for name, detector in self.detectors.items()]
+
+    def job_offsets(self, window: Window) -> NDArray[np.float32]:
+        """Return (R, M) the permanent differences between a job's ranks, learned from a stretch of its own normal work."""
+        return offsets_RM(window.select(self.scale.metrics))
+
+    def to_parts(self) -> tuple[dict[str, object], dict[str, NDArray[np.float64]]]:
+        """Return what a model store keeps: JSON values and named arrays."""
+        facts: dict[str, object] = {
+            "format": FORMAT, "metrics": list(self.scale.metrics), "step_s": self.step_s, "detectors": list(self.models), "models": {},
+        }  # fmt: skip
+        arrays = {"scale_M": self.scale.scale_M}
+        for name, model in self.models.items():
+            for key, value in model.items():
+                if isinstance(value, np.ndarray):
+                    arrays[f"{name}.{key}"] = value
+                else:
+                    facts["models"][f"{name}.{key}"] = value  # type: ignore[index]
+        return facts, arrays
+
+
+def from_parts(facts: Mapping[str, object], arrays: Mapping[str, NDArray[np.float64]]) -> Ensemble:
+    """Return the ensemble that `to_parts` took apart.
+
+    Raises
+    ------
+    ModelMismatch
+        Written by another format, or something is missing.
+    """
+    if facts.get("format") != FORMAT:
+        raise ModelMismatch(
+            f"the model has format {facts.get('format')}, this program reads format {FORMAT}: train it again with this version"
+        )
+    try:
+        models: dict[str, dict[str, object]] = {str(name): {} for name in facts["detectors"]}  # type: ignore[attr-defined]
+        scalars: Mapping[str, object] = facts["models"]  # type: ignore[assignment]
+        for key, value in [*scalars.items(), *((k, v) for k, v in arrays.items() if "." in k)]:
+            name, _, part = key.partition(".")
+            models[name][part] = value
+        scale = Scale(tuple(str(m) for m in facts["metrics"]), arrays["scale_M"])  # type: ignore[attr-defined]
+        step_s = float(facts["step_s"])  # type: ignore[arg-type]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelMismatch(f"the stored model is damaged ({error}): train it again") from None
+    if len(scale.metrics) != len(scale.scale_M):
+        raise ModelMismatch("the stored model is damaged (metrics and scales differ in number): train it again")
+    return Ensemble(scale, step_s, models, {name: plugins.load("detector", name)() for name in models})
+
+
+def fit(normal: Sequence[Window], detectors: Sequence[str] = DETECTORS) -> Ensemble:
+    """Learn from stretches of normal work of one or many jobs, each an uninterrupted window of at least `least_points()`.
+
+    The first half of each window gives offsets, scales and the vectors of LOF; the second half is held out and calibrates the
+    thresholds, so that a healthy rank stays below 1 in work that was not learned from. Where there are several jobs, LOF, which
+    alone remembers them, is calibrated on each job by what it learned from the others. Metrics and sampling intervals may differ
+    between jobs; detectors count instants, not seconds.
+
+    Raises
+    ------
+    NoData
+        Too little normal work, or no ranks that can be compared.
+    """
+    normal = [w for w in normal if w.values_RMT.shape[2] >= least_points()]
+    if not normal:
+        raise NoData(f"nothing to learn from: no job was watched for {least_points()} samples in a row")
+    scale = fit_scale([half(w) for w in normal])
+    offsets = [offsets_RM(half(window).select(scale.metrics)) for window in normal]
+    learned = [prepare(half(window), scale, offset_RM) for window, offset_RM in zip(normal, offsets, strict=True)]
+    held_out = HeldOut(normal, offsets, scale)
+    made: dict[str, Detector] = {name: plugins.load("detector", name)() for name in detectors}
+    models = {name: detector.fit(learned, held_out) for name, detector in made.items()}
+    return Ensemble(scale, normal[0].step_s, models, made)
+
+
+class HeldOut(Sequence[Window]):
+    """The second halves of `windows` as ticks, prepared one by one when asked for: together they are too large for memory."""
+
+    def __init__(self, windows: Sequence[Window], offsets: Sequence[NDArray[np.float32]], scale: Scale) -> None:
+        self._windows, self._offsets, self._scale = windows, offsets, scale
+        self._ticks = [(i, end) for i, window in enumerate(windows) for end in held_out_ends(window)]
+
+    def __len__(self) -> int:
+        return len(self._ticks)
+
+    @overload
+    def __getitem__(self, index: int) -> Window: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Window]: ...
+    def __getitem__(self, index: int | slice) -> Window | list[Window]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i, end = self._ticks[index]
+        return prepare(until(self._windows[i], end), self._scale, self._offsets[i])
+
+
+def held_out_ends(window: Window) -> range:
+    """Return the ends of a stretch's held-out ticks, as counts of its instants, newest first."""
+    T = window.values_RMT.shape[2]
+    return range(T, T // 2, -max(1, min(TICK_POINTS, (T - T // 2) // 20)))
+
+
+def least_points() -> int:
+    """Fewest instants that `fit` can learn from: both halves must feed the matrix profile."""
+    return 40
+
+
+def half(window: Window) -> Window:
+    """Return the first half of a stretch: what is learned from."""
+    return window.before(window.end_s - (window.values_RMT.shape[2] - window.values_RMT.shape[2] // 2) * window.step_s)
+
+
+def until(window: Window, count: int) -> Window:
+    """Return what a tick after the first `count` instants of a stretch looks at."""
+    end_s = window.end_s - (window.values_RMT.shape[2] - count) * window.step_s
+    return window.before(end_s).last(PAST_POINTS * window.step_s)

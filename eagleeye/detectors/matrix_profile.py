@@ -1,0 +1,96 @@
+"""KNN matrix profile: is this rank like itself earlier?
+
+Source: TRANSOM, section IV; Yeh et al., Matrix Profile I (10.1109/ICDM.2016.0179) for the profile; the k-th instead of the
+first neighbour so that an
+anomaly that happened once before does not excuse itself. *Differs*: subsequences are not z-normalised (a normalised profile
+cannot
+see a level shift or a constant stretch, and these are what faults look like), only earlier subsequences count (left profile), and
+the series is the rank's difference to its peers.
+"""
+
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from eagleeye.detectors.base import Model, Score, abstain
+from eagleeye.detectors.thresholds import threshold_M
+from eagleeye.window import Window
+
+
+@numba.njit(cache=True, parallel=True, fastmath={"contract", "reassoc"})
+def _left_profile(series_ST, m, k):  # type: ignore[no-untyped-def]
+    """Distance of the last m points of each series to its k-th nearest earlier, non-overlapping subsequence -> (S,)."""
+    S, T = series_ST.shape
+    out_S = np.empty(S)
+    for s in numba.prange(S):
+        query = series_ST[s, T - m :]
+        nearest = np.full(k, np.inf)
+        for start in range(T - 2 * m + 1):
+            total = 0.0
+            for i in range(m):
+                step = series_ST[s, start + i] - query[i]
+                total += step * step
+            if total < nearest[k - 1]:
+                place = k - 1
+                while place > 0 and nearest[place - 1] > total:
+                    nearest[place] = nearest[place - 1]
+                    place -= 1
+                nearest[place] = total
+        out_S[s] = np.sqrt(nearest[k - 1])
+    return out_S
+
+
+def left_profile_RM(values_RMT: NDArray[np.float32], m: int, k: int) -> NDArray[np.float64]:
+    """Return (R, M): how far the last m points lie from their k-th nearest predecessor; NaN in, NaN out."""
+    R, M, T = values_RMT.shape
+    series_ST = np.ascontiguousarray(values_RMT, dtype=np.float64).reshape(R * M, T)
+    out_S = _left_profile(series_ST, m, k)
+    out_S[np.isnan(series_ST).any(axis=1) | np.isinf(out_S)] = np.nan
+    return np.asarray(out_S.reshape(R, M))
+
+
+class KnnMatrixProfile:
+    """Distance of a rank's last `points` instants to the k-th nearest stretch of its own past."""
+
+    name = "matrix_profile"
+
+    def __init__(self, points: int = 6, neighbours: int = 3) -> None:
+        self.points, self.neighbours = points, neighbours
+
+    @property
+    def min_points(self) -> int:
+        """Fewest instants for k neighbours that do not overlap the query."""
+        return 2 * self.points + self.neighbours - 1
+
+    def fit(self, windows: Sequence[Window], normal: Sequence[Window]) -> Model:
+        """Set the (M,) threshold from held-out `normal` windows; the past itself comes with each window."""
+        profiles = [left_profile_RM(w.values_RMT, self.points, self.neighbours) for w in normal]
+        return {"threshold_M": threshold_M(profiles, floor=3.0 * np.sqrt(self.points))}
+
+    def score(self, model: Model, window: Window) -> Score:
+        """Score every rank by its worst metric; abstains while the past is too short."""
+        if window.values_RMT.shape[2] < self.min_points:
+            return abstain(self.name, window, f"needs {self.min_points} points of the rank's own past")
+        profile_RM = left_profile_RM(window.values_RMT, self.points, self.neighbours)
+        return Score.by_worst_metric(self.name, profile_RM / model["threshold_M"], window.metrics)
+
+
+def check_kernel(values_RMT: NDArray[np.float32], m: int, k: int) -> float:
+    """Return the largest relative difference between this module's kernel and stumpy on the same series.
+
+    `eagleeye train` records it. stumpy is not used online: it joins one series at a time, and a tick holds hundreds.
+    """
+    import stumpy
+
+    R, M, T = values_RMT.shape
+    ours_RM = left_profile_RM(values_RMT, m, k)
+    worst = 0.0
+    for r in range(R):
+        for column in range(M):
+            series = values_RMT[r, column].astype(float)
+            join = stumpy.stump(series[T - m :], m, series[: T - m], ignore_trivial=False, normalize=False, k=k)
+            theirs = float(join[0, k - 1])
+            worst = max(worst, abs(float(ours_RM[r, column]) - theirs) / max(theirs, 1e-9))
+    return worst

@@ -1,0 +1,61 @@
+"""Verdicts of many ticks -> incidents with a beginning and an end. Pure."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from eagleeye.records import Category, Decision, Incident, IncidentState, Verdict
+
+QUIET_S = 120.0
+"""An incident ends after this long without an anomalous verdict, and only on a verdict that says the job is well or over."""
+
+
+def advance(incidents: Sequence[Incident], verdict: Verdict, quiet_s: float = QUIET_S) -> tuple[Incident, ...]:
+    """Return the incidents after one more verdict: opened, continued or closed; those of other jobs are left alone.
+
+    A verdict continues an open incident of its job when they share a node, or when one of them names nobody: the same trouble
+    is often seen before it is understood. An incident that named nobody takes the nodes of the first verdict that does.
+    """
+    if verdict.decision is not Decision.ANOMALOUS:
+        well = verdict.decision in (Decision.NORMAL, Decision.NOT_APPLICABLE)
+        return tuple(
+            replace(i, state=IncidentState.CLOSED, closed_s=verdict.to_s)
+            if i.job == verdict.job and i.state is IncidentState.OPEN and well and verdict.to_s - i.last_anomalous_s >= quiet_s
+            else i
+            for i in incidents
+        )
+    nodes = tuple(dict.fromkeys(s.node for s in verdict.suspects))
+    ranks = tuple(s.rank for s in verdict.suspects)
+    for place, incident in enumerate(incidents):
+        if incident.job != verdict.job or incident.state is not IncidentState.OPEN:
+            continue
+        if incident.nodes and nodes and not set(incident.nodes) & set(nodes):
+            continue
+        learned = bool(nodes) and not incident.nodes
+        continued = replace(
+            incident,
+            nodes=nodes if learned else incident.nodes,
+            ranks=ranks if learned else incident.ranks,
+            reason=verdict.reason if learned else incident.reason,
+            category=(verdict.category or Category.UNKNOWN) if learned else incident.category,
+            last_anomalous_s=verdict.to_s,
+            verdict_count=incident.verdict_count + 1,
+        )
+        return (*incidents[:place], continued, *incidents[place + 1 :])
+    opened = Incident(
+        id=incident_id(verdict.job, nodes, verdict.to_s),
+        job=verdict.job,
+        nodes=nodes,
+        ranks=ranks,
+        opened_s=verdict.to_s,
+        last_anomalous_s=verdict.to_s,
+        state=IncidentState.OPEN,
+        category=verdict.category or Category.UNKNOWN,
+        reason=verdict.reason,
+    )
+    return (*incidents, opened)
+
+
+def incident_id(job: str, nodes: Sequence[str], opened_s: float) -> str:
+    """Return a short name that is the same whenever the same verdict opens the incident, also in a replay."""
+    return hashlib.sha256(f"{job}|{','.join(nodes)}|{opened_s:.3f}".encode()).hexdigest()[:12]

@@ -1,0 +1,99 @@
+"""Recorded traces through the live judge, one line of JSON a tick.
+
+Each tick sees the window that ended then; nothing stamped later exists for it, so a truncated trace gives the same lines for
+the part that is there.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from eagleeye.detectors.ensemble import Ensemble
+from eagleeye.errors import EnvironmentLacks, UsageError
+from eagleeye.online.judge import Judge, Settings
+from eagleeye.records import Verdict
+from eagleeye.source.trace import TraceSource
+
+
+def verdicts(source: TraceSource, judge: Judge) -> Iterator[Verdict]:
+    """Yield a verdict for each instant that the trace has rows of."""
+    length_s = judge.length_s(source.step_s)
+    for stamp_s in source.stamps_s:
+        yield judge.judge(source.window(source.job, float(stamp_s), length_s))
+
+
+def line(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict in the format that traces are judged in."""
+    return {
+        "time": datetime.fromtimestamp(round(verdict.to_s, 3), UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        "decision": verdict.decision.value,
+        "scope": verdict.scope.value if verdict.scope else None,
+        "suspects": [{"rank": s.rank, "node": s.node, "score": s.score} for s in verdict.suspects],
+        "category": verdict.category.value if verdict.category else None,
+        "votes": dict(verdict.votes),
+        "rule": verdict.rule,
+        "model": verdict.model,
+        "reason": verdict.reason,
+    }
+
+
+def replay(
+    folders: Sequence[Path],
+    out_dir: Path,
+    settings: Settings,
+    model: Ensemble | None = None,
+    model_name: str = "own past",
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Path]:
+    """Judge every trace and write ``out_dir/NAME.jsonl``, whole or not at all.
+
+    All traces are opened before the first is judged, so that a broken one is known at once.
+
+    Raises
+    ------
+    UsageError
+        Two folders have one name.
+    DataError, NoData
+        A trace breaks the format or is empty.
+    EnvironmentLacks
+        The folder cannot be written.
+    """
+    names = [folder.resolve().name for folder in folders]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two of the traces are called {name!r} and would overwrite each other; replay them apart")
+    for folder in folders:
+        TraceSource(folder)
+    written = []
+    for folder, name in zip(folders, names, strict=True):
+        source = TraceSource(folder)
+        judge = Judge(settings, model, model_name)
+        lines = [json.dumps(line(verdict)) for verdict in verdicts(source, judge)]
+        written.append(_write(out_dir / f"{name}.jsonl", lines))
+        anomalous = sum('"decision": "anomalous"' in text for text in lines)
+        progress(f"{len(written)}/{len(folders)} {name}: {len(lines)} ticks, {anomalous} anomalous")
+    return written
+
+
+def _write(path: Path, lines: Sequence[str]) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.writelines(f"{text}\n" for text in lines)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise EnvironmentLacks(
+            f"cannot write {path}: {error.strerror or error}; free some space or choose another --out-dir"
+        ) from None
+    return path

@@ -1,0 +1,20 @@
+"""The backend without hands: says what would be done, does nothing."""
+
+from eagleeye.records import Action, ActionKind, Result
+
+_SENTENCES = {
+    ActionKind.NOTIFY: "would tell the owner of job {}",
+    ActionKind.CORDON: "would keep new work away from node {}",
+    ActionKind.EVICT: "would take node {} out of the job",
+    ActionKind.RESTART: "would restart job {} on the remaining nodes",
+}
+
+
+class DryRun:
+    """Observes: every action ends as OBSERVED, and nothing changes anywhere."""
+
+    name = "dryrun"
+
+    def perform(self, operation_id: str, action: Action) -> tuple[Result, str]:
+        """Return OBSERVED and what the action would have done."""
+        return Result.OBSERVED, _SENTENCES[action.kind].format(action.target)
