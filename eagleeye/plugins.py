@@ -15,7 +15,7 @@ TABLE: dict[tuple[str, str], str] = {
     ("collector", "infiniband"): "eagleeye.collect.infiniband:InfinibandCollector",
     ("collector", "network"): "eagleeye.collect.network:NetworkCollector",
     ("collector", "process"): "eagleeye.collect.process:ProcessCollector",
-    ("collector", "progress"): "eagleeye.collect.progress:ProgressCollector",
+    ("collector", "progress"): "eagleeye.collect.progress_reader:ProgressCollector",
     ("collector", "identity"): "eagleeye.collect.identity:IdentityCollector",
     ("collector", "logs"): "eagleeye.collect.logs:LogCollector",
     ("detector", "knn_dtw"): "eagleeye.detectors.knn_dtw:KnnDtw",
