@@ -1,7 +1,7 @@
 """The demo: a real training job on a small cluster, watched, broken on one node, judged, and a report of it all.
 
-The scorer and the remediator are the product's own commands in processes of their own; this script tells them where the exporters are and
-nothing else. It knows what was broken only to say at the end whether they were right.
+The scorer and the remediator are the product's own commands in processes of their own; this script tells them where the
+exporters are and nothing else. It knows what was broken only to say at the end whether they were right.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from eagleeye.actions.journal import Journal
 from eagleeye.clock import SystemClock, monotonic_s
 from eagleeye.errors import EagleEyeError, EnvironmentLacks
 from eagleeye.records import Incident, Verdict, from_json
-from eagleeye.report import Report, Truth, render
+from eagleeye.report import Report, Truth, render, write
 from eagleeye.source.base import Settings, open_source
 from eagleeye.window import Window
 
@@ -158,8 +158,8 @@ def start_prometheus(program: str, targets: list[str], processes: list[subproces
 
 def watch(story: Story, clock: SystemClock, scorer_url: str, cluster: Cluster, options: argparse.Namespace) -> None:
     """Follow the verdicts; break the node once the job is well; return when it was blamed, or not in time."""
-    normal, last_line, waiting_since_s = 0, "", monotonic_s()
-    until_s = waiting_since_s + START_TIMEOUT_S + options.learn
+    normal, last_line, told_s = 0, "", monotonic_s()
+    until_s = told_s + START_TIMEOUT_S + options.learn
     while True:
         clock.sleep_s(0.5)
         known = ask(scorer_url, f"jobs/{cluster.job}")
@@ -169,9 +169,10 @@ def watch(story: Story, clock: SystemClock, scorer_url: str, cluster: Cluster, o
             story.add(verdict, clock.now_s())
             normal = normal + fresh if verdict.decision.value == "normal" else 0
             line = f"{verdict.decision.value}: {verdict.reason}"
-            if fresh and (line != last_line):
+            # what changes with every tick is told every ten seconds, what is new at once
+            if fresh and (line.split(": ")[:2] != last_line.split(": ")[:2] or monotonic_s() - told_s > 10):
                 say(story, line)
-                last_line = line
+                last_line, told_s = line, monotonic_s()
         if story.fault is None and normal >= NORMAL_TICKS:
             if options.fault == "none":
                 until_s, normal = monotonic_s() + QUIET_S, -(10**9)
@@ -220,9 +221,11 @@ def tell(options: argparse.Namespace, story: Story, setup: str, incidents: list[
     decision = "none"
     if plans:
         decision = "evict" if any(a.kind.value == "evict" for a in plans[0].actions) else "notify"
-    truth = Truth(fault.fault, fault.node, fault.rank, fault.how, fault.at_s) if fault else None
+    truth = Truth("none", how="Nothing was broken on purpose.")
+    if fault:
+        truth = Truth(fault.fault, fault.node, fault.rank, fault.how, fault.at_s)
     notes = [
-        "This machine has no GPU: the signals are counters of the ranks' processes, of the nodes' networks, and training progress."
+        "The signals are counters of the ranks' processes, of the nodes' networks, and the job's own progress; no GPU is used."
     ]
     page = render(
         Report(
@@ -235,11 +238,9 @@ def tell(options: argparse.Namespace, story: Story, setup: str, incidents: list[
             outcomes=outcomes,
             truth=truth,
             notes=notes,
-        )  # fmt: skip
+        )
     )
-    temporary = REPORT.with_suffix(".partial")
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(REPORT)
+    write(REPORT, page)
     print(file=sys.stderr)
     for outcome in outcomes:
         say(story, f"observed only: {outcome.detail}", at_s=outcome.started_s)
@@ -257,12 +258,21 @@ def tell(options: argparse.Namespace, story: Story, setup: str, incidents: list[
     code = 0 if right else 1
     if options.json:
         result = {
-            "fault": options.fault, "seed": options.seed, "node_broken": fault.node if fault else None,
-            "node_blamed": culprit.node if culprit else None, "detect_s": detect_s, "decision": decision,
-            "scope": blamed.scope.value if blamed and blamed.scope else None, "exit": code, "how": fault.how if fault else "nothing was broken",
-            "category": blamed.category.value if blamed and blamed.category else None, "rule": blamed.rule if blamed else None,
-            "votes": dict(blamed.votes) if blamed else None, "reason": blamed.reason if blamed else None, "report": str(REPORT),
-        }  # fmt: skip
+            "fault": options.fault,
+            "seed": options.seed,
+            "node_broken": fault.node if fault else None,
+            "node_blamed": culprit.node if culprit else None,
+            "detect_s": detect_s,
+            "decision": decision,
+            "scope": blamed.scope if blamed else None,
+            "category": blamed.category if blamed else None,
+            "rule": blamed.rule if blamed else None,
+            "votes": dict(blamed.votes) if blamed else None,
+            "reason": blamed.reason if blamed else None,
+            "how": fault.how if fault else None,
+            "report": str(REPORT),
+            "exit": code,
+        }
         print(json.dumps(result), flush=True)
     return code
 

@@ -3,9 +3,10 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from eagleeye import __version__
-from eagleeye.errors import EagleEyeError
+from eagleeye.errors import EagleEyeError, MissingExtra, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,8 +25,404 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EagleEyeError as error:
         print(f"eagleeye {options.verb}: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "eagleeye", "remediation"):
+            raise
+        print(f"eagleeye {options.verb}: needs the package {package!r}: pip install 'eagleeye-toolkit[detect]'", file=sys.stderr)
+        return MissingExtra.exit_code
     except KeyboardInterrupt:
         return 130
 
 
-VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {}
+def _export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--node", help="name of this node; default $EAGLEEYE_NODE, $NODE_NAME, or the host name")
+    parser.add_argument("--address", help="address to serve on; default 0.0.0.0, that is all")
+    parser.add_argument("--port", type=int, help="port to serve on; default 9470, 0 takes a free one")
+    parser.add_argument("--job", help="name of the job, where its processes do not carry EAGLEEYE_JOB")
+    parser.add_argument("--logs", metavar="GLOB", action="append", help="log files to watch; may be repeated")
+    parser.add_argument("--run-dir", metavar="DIR", help="folder of the progress files")
+    parser.add_argument("--collectors", metavar="NAME[,NAME...]", help="collectors to run; default all")
+    parser.add_argument("--proc-root", metavar="DIR", help="where procfs is mounted; default /proc")
+    parser.add_argument("--sys-root", metavar="DIR", help="where sysfs is mounted; default /sys")
+
+
+def _export(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from eagleeye import config
+    from eagleeye.collect.base import Settings
+    from eagleeye.collect.exporter import serve
+
+    names = ("node", "address", "port", "job", "logs", "run_dir", "collectors", "proc_root", "sys_root")
+    data = config.read(Path(options.config) if options.config else None)
+    return serve(config.settings(Settings, "collect", data, {name: getattr(options, name) for name in names}))
+
+
+def _record_options(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--targets", metavar="URL[,URL...]", help="exporters to scrape")
+    where.add_argument("--prometheus", metavar="URL", help="a Prometheus server that scrapes the exporters")
+    parser.add_argument("--job", required=True, metavar="J", help="the training job")
+    parser.add_argument("--duration", required=True, metavar="TIME", help="how long, for example 10m")
+    parser.add_argument("--interval", metavar="TIME", help="seconds between columns; default 5s")
+    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the trace")
+
+
+def _record(options: argparse.Namespace) -> int:
+    import signal
+    from pathlib import Path
+
+    from eagleeye import config
+    from eagleeye.clock import SystemClock
+    from eagleeye.source.base import Settings, open_source
+    from eagleeye.source.record import record
+
+    duration_s = config.duration_s(options.duration)
+    data = config.read(Path(options.config) if options.config else None)
+    flags: dict[str, object] = {"targets": options.targets, "prometheus": options.prometheus, "interval_s": options.interval}
+    if options.targets or options.prometheus:  # the flag replaces whatever the file reads from
+        flags |= {"targets": options.targets or "", "prometheus": options.prometheus or ""}
+    settings = config.settings(Settings, "source", data, flags | {"history_dir": ""})
+    clock = SystemClock()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: clock.stop())
+    same_line = sys.stderr.isatty()
+
+    def tell(done_s: float, ranks: int, metrics: int) -> None:
+        line = f"recorded {round(done_s, 1):g} of {duration_s:g} s, {ranks} ranks, {metrics} metrics"
+        print(line, end="\r" if same_line and done_s < duration_s else "\n", file=sys.stderr, flush=True)
+
+    source = open_source(settings, clock)
+    try:
+        done_s = record(source, clock, options.job, duration_s, Path(options.out), tell)
+    finally:
+        source.close()
+    print(f"{options.out}: {round(done_s, 1):g} s of job {options.job}", file=sys.stderr)
+    return 0
+
+
+def _score_options(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--replay", metavar="DIR", nargs="+", help="judge recorded traces instead of live jobs")
+    where.add_argument("--targets", metavar="URL[,URL...]", help="exporters to scrape")
+    where.add_argument("--prometheus", metavar="URL", help="a Prometheus server that scrapes the exporters")
+    parser.add_argument("--out-dir", metavar="OUT", help="with --replay: folder for OUT/NAME.jsonl")
+    parser.add_argument("--interval", metavar="TIME", help="seconds between columns of a live window; default 5s")
+    parser.add_argument("--tick", metavar="TIME", help="seconds between two looks at a live job; default 5s")
+    parser.add_argument(
+        "--learn", metavar="TIME", help="normal work that a job is watched for before it is compared; default 10m"
+    )
+    parser.add_argument("--model", metavar="NAME", help="alias or version in the registry, or none; default champion")
+    parser.add_argument("--address", help="address to serve on; default 127.0.0.1")
+    parser.add_argument("--port", type=int, help="port to serve on; default 9471, 0 takes a free one")
+
+
+def _score(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from eagleeye import config
+    from eagleeye.online.judge import Settings
+
+    data = config.read(Path(options.config) if options.config else None)
+    flags = {
+        "learn_s": options.learn,
+        "tick_s": options.tick,
+        "model": options.model,
+        "address": options.address,
+        "port": options.port,
+    }
+    settings = config.settings(Settings, "online", data, flags)
+    if options.replay:
+        from eagleeye.online.replay import replay
+
+        if not options.out_dir:
+            raise UsageError("--replay needs --out-dir, the folder for the verdicts")
+        model, name = _model(settings.model, data)
+        tell = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+        replay([Path(folder) for folder in options.replay], Path(options.out_dir), settings, model, name, tell)
+        return 0
+    return _score_live(options, data, settings)
+
+
+def _score_live(options: argparse.Namespace, data: dict[str, Any], settings: Any) -> int:
+    import logging
+    import signal
+
+    from eagleeye import config
+    from eagleeye.clock import SystemClock
+    from eagleeye.online.scorer import Scorer
+    from eagleeye.online.service import serve
+    from eagleeye.source.base import Settings as SourceSettings
+    from eagleeye.source.base import open_source
+
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    flags: dict[str, object] = {"interval_s": options.interval}
+    if options.targets or options.prometheus:  # the flag replaces whatever the file reads from
+        flags |= {"targets": options.targets or "", "prometheus": options.prometheus or ""}
+    clock = SystemClock()
+    source = open_source(config.settings(SourceSettings, "source", data, flags), clock)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: clock.stop())
+    model, name = _model(settings.model, data)
+    scorer = Scorer(settings, source, clock, model, name)
+    server = serve(scorer, settings.address, settings.port)
+    try:
+        logging.info("serving on http://%s:%d, warming up", settings.address, server.server_port)
+        scorer.warm_up()
+        logging.info("ready after %.1f s; model: %s", scorer.snapshot.warm_up_s, name)
+        scorer.run()
+    finally:
+        server.shutdown()
+        source.close()
+    return 0
+
+
+def _model(wanted: str, data: dict[str, Any]) -> tuple[Any, str]:
+    """Return (ensemble, name); without a registry or a champion every job learns from its own first minutes, and that is said."""
+    if wanted == "none":
+        return None, "own past"
+    from eagleeye import config, models
+
+    settings = config.settings(models.Settings, "offline", data)
+    if wanted == "champion" and not models.exists(settings, wanted):
+        print("no champion is registered yet: every job learns from its own first minutes", file=sys.stderr)
+        return None, "own past"
+    return models.load(settings, wanted)
+
+
+def _remediate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scorer", metavar="URL", default="http://127.0.0.1:9471", help="where `eagleeye score` serves; default %(default)s"
+    )
+    parser.add_argument("--journal", metavar="FILE", help="SQLite file for plans and outcomes; default eagleeye-data/journal.db")
+    parser.add_argument(
+        "--interval", metavar="TIME", default="5s", help="time between two looks at the incidents; default %(default)s"
+    )
+    parser.add_argument("--once", action="store_true", help="look once and exit")
+
+
+def _remediate(options: argparse.Namespace) -> int:
+    import signal
+    from pathlib import Path
+
+    from eagleeye import config, plugins
+    from eagleeye.actions.journal import Journal
+    from eagleeye.actions.policy import Settings
+    from eagleeye.actions.runner import respond
+    from eagleeye.actions.scorer_client import incidents
+    from eagleeye.clock import SystemClock
+
+    interval_s = config.duration_s(options.interval)
+    data = config.read(Path(options.config) if options.config else None)
+    settings = config.settings(Settings, "actions", data, {"journal": options.journal})
+    backend = plugins.load("backend", settings.backend)()
+    journal, clock = Journal(Path(settings.journal)), SystemClock()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: clock.stop())
+    silent_since = ""
+    while not clock.stopped:
+        try:
+            found, silent_since = incidents(options.scorer), ""
+        except EagleEyeError as error:
+            if options.once:
+                raise
+            if str(error) != silent_since:
+                print(f"eagleeye remediate: {error}", file=sys.stderr, flush=True)
+            found, silent_since = [], str(error)
+        for made, outcomes in respond(found, settings, backend, journal, clock):
+            print(f"incident {made.incident_id} of job {made.job}: {made.reason}", flush=True)
+            for outcome in outcomes:
+                print(f"  {outcome.result.value}: {outcome.detail}", flush=True)
+        if options.once:
+            break
+        clock.sleep_s(interval_s)
+    journal.close()
+    return 0
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE_DIR", help="the recorded trace; its labels.json, if any, is taken as the truth")
+    parser.add_argument("--verdicts", required=True, metavar="FILE", help="the .jsonl file that `eagleeye score --replay` wrote")
+    parser.add_argument("--out", metavar="FILE", default="report.html", help="where to write the page; default %(default)s")
+
+
+def _report(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from eagleeye import config, report
+    from eagleeye.actions import policy
+    from eagleeye.online.incidents import advance
+    from eagleeye.records import Incident
+    from eagleeye.source.trace import TraceSource
+
+    data = config.read(Path(options.config) if options.config else None)
+    settings = config.settings(policy.Settings, "actions", data)
+    source = TraceSource(options.trace)
+    first_s, last_s = float(source.stamps_s[0]), float(source.stamps_s[-1])
+    window = source.window(source.job, last_s, last_s - first_s + source.step_s)
+    verdicts = report.read_verdicts(Path(options.verdicts), source.job)
+    if verdicts and not first_s - source.step_s <= verdicts[0].to_s <= verdicts[-1].to_s <= last_s + source.step_s:
+        raise UsageError(f"{options.verdicts} holds verdicts of another time than {options.trace}; give the file of this trace")
+    incidents: tuple[Incident, ...] = ()
+    for verdict in verdicts:
+        incidents = advance(incidents, verdict)
+    plans = [plan for incident in incidents if (plan := policy.plan(incident, settings))]
+    truth, notes = _truth(options.trace)
+    notes.append("The verdicts come from a replay of the recorded trace; each used only what had been stamped by then.")
+    page = report.render(report.Report(source.job, "", window, verdicts, incidents, plans, truth=truth, notes=notes))
+    report.write(Path(options.out), page)
+    print(f"{options.out}: {len(window.ranks)} ranks, {len(verdicts)} verdicts", file=sys.stderr)
+    return 0
+
+
+def _truth(folder: str) -> tuple[Any, list[str]]:
+    """Return (what was broken by the labels of a trace or None, what else they say)."""
+    from eagleeye.errors import NoData
+    from eagleeye.report import Truth
+    from eagleeye.source.trace import labels
+
+    try:
+        told = labels(folder)
+    except NoData:
+        return None, ["The trace has no labels, so nobody knows what was really broken."]
+    faults = [label for label in told if label.kind == "fault"]
+    harmless = [
+        f"The labels tell of {label.category} ({label.kind.replace('_', ' ')}), which is no fault."
+        for label in told
+        if label.kind != "fault"
+    ]
+    if not faults:
+        return Truth("none", how=" ".join(harmless)), []
+    notes = [f"The labels tell of {len(faults)} faults; the page compares with the first."] if len(faults) > 1 else []
+    first = min(faults, key=lambda label: label.start_s)
+    node = first.nodes[0] if first.nodes and first.nameable else ""
+    rank = first.ranks[0] if node and len(first.ranks) == 1 else None
+    how = "What was really broken is known from the trace's labels."
+    return Truth(first.category, node, rank, how, first.start_s), [*notes, *harmless]
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--traces", metavar="DIR", nargs="+", help="learn from recorded traces instead of the source's history")
+    where.add_argument("--prometheus", metavar="URL", help="a Prometheus server that scrapes the exporters")
+    where.add_argument("--history", metavar="DIR", help="the folder in which a scorer keeps what it scraped")
+    parser.add_argument("--window", metavar="TIME", help="how far back to read; default 30d")
+    parser.add_argument("--interval", metavar="TIME", help="seconds between columns; default 5s")
+    parser.add_argument("--tracking-uri", metavar="URI", help="MLflow's store; default eagleeye-data/mlflow.db")
+
+
+def _train(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from eagleeye import config, models
+    from eagleeye.clock import SystemClock
+    from eagleeye.offline.corpus import from_source, from_traces
+    from eagleeye.offline.train import train
+    from eagleeye.source.base import Settings, open_source
+
+    data = config.read(Path(options.config) if options.config else None)
+    settings = config.settings(
+        models.Settings, "offline", data, {"window_s": options.window, "tracking_uri": options.tracking_uri}
+    )
+    tell = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    same_line = sys.stderr.isatty()
+
+    def progress(share: float) -> None:
+        if same_line or share >= 1:
+            print(f"read {share:.0%}", end="\n" if share >= 1 else "\r", file=sys.stderr, flush=True)
+
+    if options.traces:
+        folders = [Path(folder) for folder in options.traces]
+        trained = train(from_traces(folders, settings.piece_s, progress), settings, tell)
+    else:
+        flags: dict[str, object] = {"interval_s": options.interval}
+        if options.prometheus or options.history:
+            flags |= {"targets": "", "prometheus": options.prometheus or "", "history_dir": options.history or ""}
+        clock = SystemClock()
+        source = open_source(config.settings(Settings, "source", data, flags), clock)
+        end_s = clock.now_s()
+        try:
+            trained = train(from_source(source, end_s - settings.window_s, end_s, settings.piece_s, progress), settings, tell)
+        finally:
+            source.close()
+    for name in settings.detectors:
+        largest, above = trained.metrics[f"{name}_largest_score"], trained.metrics[f"{name}_share_above_1"]
+        print(f"{name:16}largest score {largest:.2f}, {above:.2%} above 1")
+    print(f"measured on {trained.unseen}")
+    print(f"version {trained.version} is registered as candidate; make it live with: eagleeye promote {trained.version}")
+    return 0
+
+
+def _promote_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("version", metavar="VERSION", help="number of a registered version, or an alias such as candidate")
+    parser.add_argument("--tracking-uri", metavar="URI", help="MLflow's store; default eagleeye-data/mlflow.db")
+
+
+def _promote(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from eagleeye import config, models
+
+    data = config.read(Path(options.config) if options.config else None)
+    settings = config.settings(models.Settings, "offline", data, {"tracking_uri": options.tracking_uri})
+    version, before = models.promote(settings, options.version)
+    print(f"version {version} is champion now; before it was " + (f"version {before}" if before else "none"))
+    return 0
+
+
+def _evaluate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("traces", metavar="DIR", nargs="+", help="recorded traces with labels")
+    parser.add_argument(
+        "--verdicts", metavar="OUT", required=True, help="folder of the verdicts, from eagleeye score --replay --out-dir"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON, too")
+    parser.add_argument("--plots", metavar="DIR", help="write plots, too")
+    parser.add_argument("--track", action="store_true", help="log the figures to MLflow, too")
+    parser.add_argument("--tracking-uri", metavar="URI", help="MLflow's store; default eagleeye-data/mlflow.db")
+    parser.add_argument(
+        "--at-least", metavar="NAME=SHARE", action="append", default=[],
+        help="exit 1 when recall, culprit or blame_precision lies below; may be repeated",
+    )  # fmt: skip
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    import json
+    from pathlib import Path
+
+    from eagleeye import config, models
+    from eagleeye.offline import evaluate, judging
+
+    results = evaluate.evaluate([Path(folder) for folder in options.traces], Path(options.verdicts))
+    missed = evaluate.below(judging.total(results), options.at_least)
+    print(evaluate.table(results))
+    try:
+        if options.json:
+            Path(options.json).write_text(json.dumps(evaluate.as_json(results), indent=1) + "\n", encoding="utf-8")
+        if options.plots:
+            evaluate.plot(results, Path(options.plots))
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}") from None
+    if options.track:
+        data = config.read(Path(options.config) if options.config else None)
+        settings = config.settings(models.Settings, "offline", data, {"tracking_uri": options.tracking_uri})
+        print(f"run {evaluate.track(results, settings, Path(options.verdicts))} in {settings.uri}", file=sys.stderr)
+    for sentence in missed:
+        print(f"eagleeye evaluate: {sentence}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "export": ("Serve this node's counters to Prometheus.", _export_options, _export),
+    "record": ("Record a live job as a trace.", _record_options, _record),
+    "score": ("Judge live jobs, or recorded traces with --replay.", _score_options, _score),
+    "remediate": (
+        "Plan what should be done about incidents, and write it down; nothing is touched.",
+        _remediate_options,
+        _remediate,
+    ),
+    "train": ("Learn from history or traces, and register a candidate.", _train_options, _train),
+    "promote": ("Make a registered version the live one.", _promote_options, _promote),
+    "evaluate": ("Judge verdicts on labelled traces.", _evaluate_options, _evaluate),
+    "report": ("Write one page about a recorded trace and its verdicts.", _report_options, _report),
+}

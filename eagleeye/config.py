@@ -51,7 +51,7 @@ def size_bytes(text: str | int) -> int:
     ConfigError
         The text is no size.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?\s*", str(text))
     if not match:
@@ -148,6 +148,7 @@ def _coerce(kind: Any, key: str, value: Any, where: str) -> Any:
             return tuple(part.strip() for part in value.split(",") if part.strip())
         if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
             return tuple(value)
+        raise ConfigError(f"{where}: {value!r} is not a list of texts")
     plain = kind if isinstance(kind, type) else next((a for a in typing.get_args(kind) if isinstance(value, a)), None)
     if plain is not None and isinstance(value, plain) and not (plain is not bool and isinstance(value, bool)):
         return value

@@ -29,7 +29,8 @@ class Metric:
     """One row of the catalogue.
 
     `join` says how several series of one rank (the ports of its node, say) become one value. `compared` columns are compared
-    between ranks by the detectors; the others are facts for the rules (an age, a counter, a state).
+    between ranks by the detectors; the others are facts for the rules (an age, a counter, a state). `noise` is a difference between
+    ranks that is ordinary however quiet the metric was while it was learned; None leaves that to the unit.
     """
 
     column: str
@@ -41,6 +42,7 @@ class Metric:
     join: Literal["sum", "max", "min"] = "sum"
     extra_labels: tuple[str, ...] = ()
     compared: bool = True
+    noise: float | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -144,6 +146,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         PREFIX + "network_errors_total",
         "Errors and drops of the device, both directions.",
+        noise=1.0,
     ),
     Metric(
         "network_up",
@@ -162,6 +165,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         PREFIX + "network_tcp_retransmits_total",
         "TCP segments sent again.",
+        noise=20.0,
     ),
     Metric(
         "network_send_queue_bytes",
@@ -170,6 +174,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "gauge",
         PREFIX + "network_tcp_send_queue_bytes",
         "Bytes that wait in the send queues of established TCP connections, mean over the time since the last scrape.",
+        noise=32768.0,
     ),
     # The rank's process, from /proc
     Metric(

@@ -195,7 +195,7 @@ def from_json(kind: type[R], data: Any) -> R:
     Raises
     ------
     DataError
-        A field is missing, unknown, or of the wrong type; the sentence names it.
+        A field is missing, unknown, of the wrong type, or breaks an invariant; the sentence names where.
     """
     return typing.cast(R, _typed(kind, data, kind.__name__))
 
@@ -217,7 +217,11 @@ def _typed(kind: Any, data: Any, where: str) -> Any:
         missing = required - set(data)
         if missing:
             raise DataError(f"{where}: field {sorted(missing)[0]!r} is missing")
-        return kind(**{name: _typed(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+        fields = {name: _typed(hints[name], value, f"{where}.{name}") for name, value in data.items()}
+        try:
+            return kind(**fields)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from None
     if origin is typing.Union or origin is types.UnionType:
         if data is None and type(None) in arguments:
             return None
@@ -232,7 +236,7 @@ def _typed(kind: Any, data: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(data, list | tuple):
             raise DataError(f"{where}: a list was expected, got {data!r}")
-        return tuple(_typed(arguments[0], item, where) for item in data)
+        return tuple(_typed(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(data, Mapping):
             raise DataError(f"{where}: an object was expected, got {data!r}")

@@ -5,6 +5,7 @@ TRANSOM section IV says itself that its detectors only suit busy jobs, and flags
 
 import numpy as np
 
+from eagleeye.detectors.peers import compared
 from eagleeye.detectors.rules import ended
 from eagleeye.window import Window
 
@@ -24,7 +25,9 @@ def not_applicable(window: Window) -> str | None:
         phases = phases[np.isfinite(phases)]
         if len(phases) and (phases != 1).mean() > 0.5:
             return f"the job {PHASES.get(int(np.median(phases[phases != 1])), 'is in a phase of its own')}"
-    for metric in ("gpu_utilization_ratio", "process_cpu_ratio"):
+    # a job that counts its steps and waits is slow or stands still, which the rules see; it is not idle
+    steps = window.has("train_step_age_seconds") and np.isfinite(window.column_RT("train_step_age_seconds")[:, -1]).any()
+    for metric in ("gpu_utilization_ratio",) if steps else ("gpu_utilization_ratio", "process_cpu_ratio"):
         if window.has(metric):
             recent = window.column_RT(metric)[:, -RECENT_POINTS:]
             seen = np.asarray(np.isfinite(recent).any(axis=1))
@@ -34,9 +37,13 @@ def not_applicable(window: Window) -> str | None:
     return None
 
 
-def missing(window: Window) -> str | None:
-    """Return a sentence when the newest instants of most ranks were not observed: that is unknown, not normal."""
-    seen_R = np.asarray(np.isfinite(window.values_RMT[:, :, -3:]).any(axis=(1, 2)))
-    if seen_R.mean() > 0.5:
+def missing(window: Window, share: float = 0.5) -> str | None:
+    """Return a sentence when at least `share` of the ranks sent nothing in the newest instants, else None.
+
+    What is not known is not normal. Facts that others report about a rank (the log of its node, say) are no sign of life.
+    """
+    signals = [window.metrics.index(m) for m in compared(window)] or list(range(len(window.metrics)))
+    silent_R = ~np.asarray(np.isfinite(window.values_RMT[:, signals, -3:]).any(axis=(1, 2)))
+    if not silent_R.any() or silent_R.mean() < share:
         return None
-    return f"{int((~seen_R).sum())} of {len(seen_R)} ranks sent nothing in the last {3 * window.step_s:.0f} s"
+    return f"{int(silent_R.sum())} of {len(silent_R)} ranks sent nothing in the last {3 * window.step_s:.0f} s"

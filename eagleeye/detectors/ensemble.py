@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleeye import plugins
+from eagleeye.detectors.applicability import not_applicable
 from eagleeye.detectors.base import Detector, Model, Score
 from eagleeye.detectors.peers import Scale, fit_scale, offsets_RM, prepare
 from eagleeye.errors import ModelMismatch, NoData
@@ -57,9 +58,8 @@ class Ensemble:
 
     def to_parts(self) -> tuple[dict[str, object], dict[str, NDArray[np.float64]]]:
         """Return what a model store keeps: JSON values and named arrays."""
-        facts: dict[str, object] = {
-            "format": FORMAT, "metrics": list(self.scale.metrics), "step_s": self.step_s, "detectors": list(self.models), "models": {},
-        }  # fmt: skip
+        facts: dict[str, object] = {"format": FORMAT, "metrics": list(self.scale.metrics), "step_s": self.step_s}
+        facts |= {"detectors": list(self.models), "models": {}}
         arrays = {"scale_M": self.scale.scale_M}
         for name, model in self.models.items():
             for key, value in model.items():
@@ -128,6 +128,8 @@ class HeldOut(Sequence[Window]):
     def __init__(self, windows: Sequence[Window], offsets: Sequence[NDArray[np.float32]], scale: Scale) -> None:
         self._windows, self._offsets, self._scale = windows, offsets, scale
         self._ticks = [(i, end) for i, window in enumerate(windows) for end in held_out_ends(window)]
+        if not self._ticks:
+            raise NoData("nothing to calibrate with: the jobs did not work in the second half of what was watched")
 
     def __len__(self) -> int:
         return len(self._ticks)
@@ -143,10 +145,12 @@ class HeldOut(Sequence[Window]):
         return prepare(until(self._windows[i], end), self._scale, self._offsets[i])
 
 
-def held_out_ends(window: Window) -> range:
-    """Return the ends of a stretch's held-out ticks, as counts of its instants, newest first."""
+def held_out_ends(window: Window) -> list[int]:
+    """Return the ends of a stretch's held-out ticks as counts of its instants, without those at which nobody would be judged."""
     T = window.values_RMT.shape[2]
-    return range(T, T // 2, -max(1, min(TICK_POINTS, (T - T // 2) // 20)))
+    stride = max(1, min(TICK_POINTS, (T - T // 2) // 20))
+    first = T - (T - T // 2 - 1) // stride * stride
+    return [end for end in range(first, T + 1, stride) if not not_applicable(until(window, end))]
 
 
 def least_points() -> int:

@@ -62,7 +62,8 @@ class Lof:
             return abstain(self.name, window, "too few normal instants were learned")
         score_R = self._factor_R(model, window) / model["threshold"]
         newest_RM = np.nan_to_num(np.abs(window.values_RMT[:, :, -1]))
-        evidence = tuple(window.metrics[m] for m in np.argmax(newest_RM, axis=1))
+        furthest_R = np.argmax(newest_RM, axis=1)
+        evidence = tuple(window.metrics[m] if np.isfinite(s) else "" for m, s in zip(furthest_R, score_R, strict=True))
         if not np.isfinite(score_R).any():
             return abstain(self.name, window, "no rank was observed")
         return Score(self.name, score_R, None, evidence)

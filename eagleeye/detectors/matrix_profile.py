@@ -8,6 +8,7 @@ see a level shift or a constant stretch, and these are what faults look like), o
 the series is the rank's difference to its peers.
 """
 
+import importlib
 from collections.abc import Sequence
 
 import numba
@@ -83,7 +84,11 @@ def check_kernel(values_RMT: NDArray[np.float32], m: int, k: int) -> float:
     `eagleeye train` records it. stumpy is not used online: it joins one series at a time, and a tick holds hundreds.
     """
     import stumpy
+    from stumpy import cache
 
+    # stumpy compiles for half a minute in every process unless it is told to cache
+    for module, function in cache.get_njit_funcs():
+        getattr(importlib.import_module(f"stumpy.{module}"), function).enable_caching()
     R, M, T = values_RMT.shape
     ours_RM = left_profile_RM(values_RMT, m, k)
     worst = 0.0

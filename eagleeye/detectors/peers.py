@@ -93,12 +93,18 @@ def fit_scale(windows: Sequence[Window]) -> Scale:
             scale_M[m] = np.nan
             continue
         spread = 1.4826 * float(np.median(np.abs(deviations)))
-        unit = BY_COLUMN[metric].unit if metric in BY_COLUMN else ""
-        scale_M[m] = max(spread, MAGNITUDE_FLOOR_RATIO * float(np.quantile(size, 0.9)), ABSOLUTE_FLOOR.get(unit, 1e-9))
+        scale_M[m] = max(spread, MAGNITUDE_FLOOR_RATIO * float(np.quantile(size, 0.9)), _noise(metric))
     if not np.isfinite(scale_M).any():
         raise NoData(f"job {windows[0].job}: no group of {MIN_PEERS} ranks that do the same work, so nobody can be compared")
     kept = np.isfinite(scale_M)
     return Scale(tuple(m for m, k in zip(metrics, kept, strict=True) if k), scale_M[kept])
+
+
+def _noise(metric: str) -> float:
+    known = BY_COLUMN.get(metric)
+    if known is None:
+        return 1e-9
+    return ABSOLUTE_FLOOR.get(known.unit, 1e-9) if known.noise is None else known.noise
 
 
 def prepare(window: Window, scale: Scale, offset_RM: NDArray[np.float32]) -> Window:

@@ -191,7 +191,11 @@ def _log_burst(window: Window, limits: Limits) -> Finding | None:
     if len(order) > 1 and not oldest[order[0]] - oldest[order[1]] > CLOCK_TOLERANCE_S:
         reason = f"{len(order)} nodes began to log errors within {CLOCK_TOLERANCE_S:.0f} s of each other"
         return Finding("log_burst", Category.USER_CODE, Scope.JOB, (), reason)
-    reason = f"{order[0]} logged at least {limits.log_lines} error lines in the window, and was the first to log any"
+    many = f"logged at least {limits.log_lines} error lines in the window"
+    if order[0] in nodes:
+        reason = f"{order[0]} {many}, and was the first to log any"
+    else:
+        reason = f"{order[0]} was the first to log an error, before {', '.join(nodes)} {many}"
     return Finding("log_burst", Category.UNKNOWN, Scope.NODE, _ranks_of(window, {order[0]}), reason)
 
 

@@ -26,6 +26,8 @@ class Settings:
     """Alias or version in the registry; ``none`` learns each job from its own first minutes alone."""
     tick_s: float = 5.0
     """Time between two looks at a live job."""
+    confirm_s: float = 5.0
+    """A node is blamed by vote only when every tick of this long, and at least two, suspected it."""
     stall_s: float = 10.0
     """No finished step on any rank for this long (and for six usual steps) means that the job stands still."""
     log_lines: int = 10
@@ -38,6 +40,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not 1 <= self.quorum <= len(ensemble.DETECTORS):
             raise ValueError(f"quorum must lie between 1 and {len(ensemble.DETECTORS)}, not {self.quorum}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port {self.port} does not exist; use 0 to 65535")
 
     @property
     def limits(self) -> rules.Limits:
@@ -60,7 +64,7 @@ class Judge:
     _busy_s: float = 0.0
     _last_s: float | None = None
     _own: Ensemble | None = None
-    _previous: vote.Ballot | None = None
+    _since_s: dict[str, float] = field(default_factory=dict)
     scores: list[Score] = field(default_factory=list)
 
     def length_s(self, step_s: float) -> float:
@@ -74,7 +78,7 @@ class Judge:
         members = tuple(zip(window.ranks, window.nodes, strict=True))
         if members != self._members:
             # another set of ranks is another job as far as permanent differences go
-            self._members, self._offset_RM, self._own, self._busy_s, self._previous = members, None, None, 0.0, None
+            self._members, self._offset_RM, self._own, self._busy_s, self._since_s = members, None, None, 0.0, {}
         passed_s = window.step_s if self._last_s is None else window.end_s - self._last_s
         self._last_s = window.end_s
         reason = applicability.missing(window)
@@ -92,6 +96,9 @@ class Judge:
         waiting = self._learn(window)
         if waiting is None:
             verdict = self._by_vote(window)
+            silent = applicability.missing(window, share=0.0)
+            if verdict.decision is Decision.NORMAL and silent and finding is None:
+                return self._say(window, Decision.UNSURE, silent, votes=dict(verdict.votes))
             if verdict.decision is not Decision.NORMAL or finding is None:
                 return verdict
         elif finding is None:
@@ -124,11 +131,11 @@ class Judge:
         except ModelMismatch as error:
             return self._say(window, Decision.UNSURE, str(error))
         ballot = vote.tally(self.scores, self.settings.quorum)
-        previous, self._previous = self._previous, ballot
+        self._since_s = vote.suspected_since_s(self._since_s, ballot, window)
         if not ballot.judged:
             why = "; ".join(f"{s.detector}: {s.abstained}" for s in self.scores if s.abstained)
             return self._say(window, Decision.UNSURE, why or "too few detectors could judge", votes=ballot.votes)
-        suspects = vote.same_in_both(ballot, previous, window)
+        suspects = [i for i in ballot.suspects if self._confirmed(window, window.nodes[i])]
         if not suspects:
             return self._say(window, Decision.NORMAL, "no rank differs from its peers", votes=ballot.votes)
         nodes = sorted({window.nodes[i] for i in suspects})
@@ -160,6 +167,10 @@ class Judge:
             suspects=named,
         )
 
+    def _confirmed(self, window: Window, node: str) -> bool:
+        """Whether the node was suspected for long enough; one odd tick convicts nobody, however long a tick is."""
+        return window.end_s - self._since_s[node] >= max(self.settings.confirm_s, 1e-3)
+
     def _by_rule(self, window: Window, finding: rules.Finding) -> Verdict:
         """A rule speaks without a vote; where it knows the node alone, the rank there with the strongest score stands for it."""
         strength_R = np.zeros(len(window.ranks))
@@ -171,7 +182,7 @@ class Judge:
                 self.scores = []
             if self.scores:
                 ballot = vote.tally(self.scores, self.settings.quorum)
-                self._previous, votes = ballot, ballot.votes
+                self._since_s, votes = vote.suspected_since_s(self._since_s, ballot, window), ballot.votes
                 strength_R = np.nan_to_num(ballot.strength_R)
         missing_R = ~np.asarray(np.isfinite(window.values_RMT[:, :, -1]).any(axis=1))
         best: dict[str, int] = {}
@@ -197,7 +208,7 @@ class Judge:
         suspects: tuple[Suspect, ...] = (), votes: dict[str, bool | None] | None = None, rule: str | None = None,
     ) -> Verdict:  # fmt: skip
         if votes is None:
-            self._previous = None
+            self._since_s = {}
         return Verdict(
             job=window.job,
             from_s=window.start_s,

@@ -4,6 +4,7 @@ GET only; `PATHS` lists them. /healthz answers 503 until the kernels are warm.
 """
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -136,7 +137,7 @@ def _route(scorer: Scorer, path: list[str], query: dict[str, list[str]]) -> tupl
             return 200, {**_summary(job, snapshot.jobs[job]), "ranks": _ranks(snapshot.jobs[job])}
         case ["api", "v1", "jobs", job, "verdicts"] if job in snapshot.jobs:
             last = query.get("last", ["100"])[0]
-            if not last.isdigit() or int(last) < 1:
+            if not re.fullmatch("0*[1-9][0-9]{0,8}", last):
                 return 400, {"error": f"last={last!r} must be a number above zero"}
             return 200, {"verdicts": [to_json(v) for v in scorer.verdicts(job, int(last))]}
         case ["api", "v1", "incidents"]:

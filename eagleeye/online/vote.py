@@ -1,6 +1,6 @@
 """The vote: scores of several detectors -> whom a majority holds for anomalous. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,9 +60,6 @@ def tally(scores: Sequence[Score], quorum: int = 2) -> Ballot:
     return Ballot({s.detector: s.fired for s in scores}, strength_R, tuple(int(i) for i in suspects))
 
 
-def same_in_both(ballot: Ballot, previous: Ballot | None, window: Window) -> tuple[int, ...]:
-    """Return the suspects whose node was also suspected one tick earlier: one odd tick convicts nobody."""
-    if previous is None or len(previous.strength_R) != len(window.ranks):
-        return ()
-    before = {window.nodes[i] for i in previous.suspects}
-    return tuple(i for i in ballot.suspects if window.nodes[i] in before)
+def suspected_since_s(before: Mapping[str, float], ballot: Ballot, window: Window) -> dict[str, float]:
+    """Return node -> since when every tick suspected it, for the nodes that this ballot suspects; `before` is the last tick's."""
+    return {window.nodes[i]: before.get(window.nodes[i], window.end_s) for i in ballot.suspects}

@@ -1,0 +1,57 @@
+"""When ranks can be compared: a job that does not train is "not applicable", one that nobody sees is unknown."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from eagleeye.detectors.applicability import missing, not_applicable
+from eagleeye.window import Window
+
+Facts = Callable[..., Window]
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({"gpu_utilization_ratio": [0.95, 0.96, 0.94]}, None),
+        ({"gpu_utilization_ratio": [0.0, 0.01, 0.02]}, "the job is idle (median gpu_utilization_ratio 0.01)"),
+        ({"gpu_utilization_ratio": [0.95, 0.96, 0.0]}, None),  # one idle rank is a finding, not an idle job
+        ({"process_cpu_ratio": [0.0, 0.01, 0.02]}, "the job is idle (median process_cpu_ratio 0.01)"),
+        ({"process_cpu_ratio": [1.0, 1.1, 0.9]}, None),
+        ({"gpu_utilization_ratio": [NAN] * 3, "process_cpu_ratio": [0.0] * 3}, "the job is idle (median process_cpu_ratio 0.00)"),
+        ({"gpu_utilization_ratio": [0.9] * 3, "process_cpu_ratio": [0.0] * 3}, None),  # the GPU decides where there is one
+        ({"gpu_utilization_ratio": [NAN] * 3}, None),
+        ({"tape_speed": [0.0] * 3}, None),  # nothing tells of work, so nothing tells of idleness
+        ({"train_phase": [0.0] * 3}, "the job starts up"),
+        ({"train_phase": [1.0] * 3}, None),
+        ({"train_phase": [2.0] * 3}, "the job evaluates"),
+        ({"train_phase": [3.0] * 3}, "the job writes a checkpoint"),
+        ({"train_phase": [4.0] * 3}, "the job loads a checkpoint"),
+        ({"train_phase": [5.0] * 3}, "the job has finished"),
+        ({"train_phase": [9.0] * 3}, "the job is in a phase of its own"),
+        ({"train_phase": [1.0, 1.0, 3.0]}, None),
+        ({"train_phase": [3.0, 3.0, 1.0]}, "the job writes a checkpoint"),
+        ({"train_phase": [NAN, NAN, 3.0]}, "the job writes a checkpoint"),
+        ({"process_up": [0.0] * 3, "log_errors": [0.0] * 3}, "the job has ended"),
+    ],
+)
+def test_not_applicable(facts: Facts, columns: dict[str, list[float]], why: str | None) -> None:
+    assert not_applicable(facts(columns)) == why
+
+
+def test_the_newest_instants_decide(facts: Facts) -> None:
+    falls_idle = [[0.9] * 14 + [0.0] * 6] * 3
+    assert not_applicable(facts({"gpu_utilization_ratio": falls_idle}, T=20)) == (
+        "the job is idle (median gpu_utilization_ratio 0.00)"
+    )
+    assert not_applicable(facts({"gpu_utilization_ratio": [[0.0] * 14 + [0.9] * 6] * 3}, T=20)) is None
+
+
+def test_most_ranks_are_not_seen(facts: Facts) -> None:
+    gone, here = [1.0] * 3 + [NAN] * 3, [1.0] * 6
+    assert missing(facts({"gpu_power_watts": [gone, gone, here, here, here]})) is None
+    assert missing(facts({"gpu_power_watts": [gone, gone, here, here]})) == "2 of 4 ranks sent nothing in the last 15 s"
+    assert missing(facts({"gpu_power_watts": [gone, gone]})) == "2 of 2 ranks sent nothing in the last 15 s"
+    assert missing(facts({"gpu_power_watts": [gone, gone], "gpu_utilization_ratio": [here, here]})) is None

@@ -1,0 +1,301 @@
+"""The rules: each fact names whom it concerns, or that it concerns nobody in particular, or the rule is silent."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagleeye.detectors.rules import Finding, Limits, check, ended
+from eagleeye.metrics import CATALOGUE
+from eagleeye.records import Category, Scope
+from eagleeye.window import Window
+
+Facts = Callable[..., Window]
+NAN = math.nan
+
+
+def found(window: Window, limits: Limits | None = None) -> Finding:
+    finding = check(window, limits or Limits())
+    assert finding is not None
+    return finding
+
+
+def told(window: Window, limits: Limits | None = None) -> tuple[str, Category, Scope, tuple[int, ...]]:
+    finding = found(window, limits)
+    return finding.rule, finding.category, finding.scope, finding.ranks
+
+
+def test_broken_hardware_on_one_node(facts: Facts) -> None:
+    window = facts({"log_hardware_errors": [0, 0, 1, 1, 0, 0]}, nodes=["a", "a", "b", "b", "c", "c"])
+    assert told(window) == ("hardware_error", Category.GPU, Scope.NODE, (2, 3))
+    assert found(window).reason == "the log of b reports broken hardware (a fatal Xid or an uncorrectable error)"
+
+
+def test_broken_hardware_on_most_nodes_is_nobodys(facts: Facts) -> None:
+    window = facts({"log_hardware_errors": [1, 1, 0]})
+    assert told(window) == ("hardware_error", Category.UNKNOWN, Scope.JOB, ())
+    assert found(window).reason == "2 nodes log broken hardware at once"
+
+
+def test_broken_hardware_on_half_of_the_nodes_names_them(facts: Facts) -> None:
+    assert told(facts({"log_hardware_errors": [1, 0, 1, 0]}))[3] == (0, 2)
+
+
+def test_an_error_that_left_the_window_is_forgotten(facts: Facts) -> None:
+    assert check(facts({"log_hardware_errors": [[0] * 6, [1, 1, 1, 1, 1, 0]]}), Limits()) is None
+
+
+@pytest.mark.parametrize("metric", ["network_up", "ib_port_up"])
+def test_link_down(facts: Facts, metric: str) -> None:
+    window = facts({metric: [1, 1, 0, 1]})
+    assert told(window) == ("link_down", Category.NETWORK, Scope.NODE, (2,))
+    assert found(window).reason == "n2 lost the carrier of a network link while the other nodes kept theirs"
+    assert told(facts({metric: [0, 0, 0, 0]})) == ("link_down", Category.NETWORK, Scope.JOB, ())
+    assert check(facts({metric: [1, 1, 1, 1]}), Limits()) is None
+    assert check(facts({"gpu_power_watts": [1, 1, 0, 1]}), Limits()) is None
+
+
+def test_a_link_must_be_seen_down_twice(facts: Facts) -> None:
+    blink = [[1] * 6, [1, 1, 1, 1, 1, 0], [1] * 6]
+    assert check(facts({"network_up": blink}), Limits()) is None
+    assert check(facts({"network_up": [[1] * 6, [1, 1, 1, 1, 0, NAN], [1] * 6]}), Limits()) is None
+    assert told(facts({"network_up": [[1] * 6, [1, 1, 1, 1, 0, 0], [1] * 6]}))[3] == (1,)
+
+
+def test_one_of_two_kinds_of_link_is_enough(facts: Facts) -> None:
+    assert told(facts({"network_up": [1, 1, 1, 1], "ib_port_up": [1, 0, NAN, NAN]}))[3] == (1,)
+
+
+def test_the_node_of_every_rank_of_it_is_concerned(facts: Facts) -> None:
+    assert told(facts({"network_up": [1, 1, 0, NAN]}, nodes=["a", "a", "b", "b"]))[3] == (2, 3)
+
+
+def lost(
+    facts: Facts, up: list[float], age: list[float], errors: list[float], communication: list[float], phase: float = 1
+) -> Window:
+    R = len(up)
+    return facts(
+        {
+            "process_up": up,
+            "process_exit_age_seconds": age,
+            "log_errors": errors,
+            "log_communication_errors": communication,
+            "train_phase": [phase] * R,
+        }
+    )
+
+
+def test_killed_while_the_others_die_of_it(facts: Facts) -> None:
+    window = lost(facts, [0, 0, 0, 0], [5.0, 4.9, 5.2, 4.8], [3, 3, 0, 4], [3, 3, 0, 4])
+    assert told(window) == ("process_lost", Category.NODE, Scope.RANK, (2,))
+    assert found(window).reason == (
+        "the process of rank 2 on n2 vanished without a word; "
+        "the others that vanished had logged a lost peer before, this one had not"
+    )
+
+
+def test_killed_while_the_others_hang_on(facts: Facts) -> None:
+    window = lost(facts, [1, 0, 1, 1], [NAN, 5.0, NAN, NAN], [0, 0, 0, 0], [0, 0, 0, 0])
+    assert told(window) == ("process_lost", Category.NODE, Scope.RANK, (1,))
+    assert found(window).reason == "the process of rank 1 on n1 vanished without a word; all other ranks are still there"
+
+
+def test_an_exception_of_its_own(facts: Facts) -> None:
+    window = lost(facts, [1, 0, 1, 1], [NAN, 5.0, NAN, NAN], [0, 2, 0, 0], [0, 0, 0, 0])
+    assert told(window) == ("process_lost", Category.USER_CODE, Scope.RANK, (1,))
+    assert "the process of rank 1 on n1 ended with an error of its own" in found(window).reason
+
+
+def test_the_first_to_vanish_when_no_log_tells(facts: Facts) -> None:
+    window = lost(facts, [0, 0, 0, 0], [5.0, 5.2, 9.0, 5.1], [NAN] * 4, [NAN] * 4)
+    assert told(window) == ("process_lost", Category.NODE, Scope.RANK, (2,))
+    assert found(window).reason.endswith("; it vanished first")
+
+
+def test_all_vanish_at_once(facts: Facts) -> None:
+    window = lost(facts, [0, 0, 0, 0], [5.0, 5.2, 5.5, 5.1], [1, 1, 1, 1], [1, 1, 1, 1])
+    assert told(window) == ("process_lost", Category.UNKNOWN, Scope.JOB, ())
+    assert found(window).reason == ("4 rank processes vanished within 1 s of each other, which tells nothing about who was first")
+
+
+def test_two_silent_deaths_within_a_second_blame_nobody(facts: Facts) -> None:
+    window = lost(facts, [0, 0, 0, 0], [5.0, 5.2, 5.5, 5.1], [1, 0, 0, 1], [1, 0, 0, 1])
+    assert told(window)[2:] == (Scope.JOB, ())
+
+
+def test_victims_are_still_falling(facts: Facts) -> None:
+    assert check(lost(facts, [1, 0, 1, 1], [NAN, 1.9, NAN, NAN], [0] * 4, [0] * 4), Limits()) is None
+    assert told(lost(facts, [1, 0, 1, 1], [NAN, 2.1, NAN, NAN], [0] * 4, [0] * 4))[3] == (1,)
+
+
+def test_all_finished_in_order(facts: Facts) -> None:
+    window = lost(facts, [0, 0, 0], [5.0, 9.0, 7.0], [0, 0, 0], [0, 0, 0], phase=5)
+    assert ended(window)
+    assert check(window, Limits()) is None
+
+
+def test_one_finished_rank_leaves_before_the_others(facts: Facts) -> None:
+    window = facts({"process_up": [1, 0, 1], "process_exit_age_seconds": [NAN, 9.0, NAN], "train_phase": [1, 5, 1]})
+    assert not ended(window)
+    assert check(window, Limits()) is None
+
+
+@pytest.mark.parametrize(
+    ("up", "phase", "errors", "expected"),
+    [
+        ([0, 0], [NAN, NAN], [0, 0], True),  # nobody complains and nobody knows phases
+        ([0, 0], [NAN, NAN], [0, 1], False),
+        ([0, 0], [NAN, NAN], [NAN, NAN], False),  # logs that were not read tell nothing
+        ([0, 0], [5, 1], [0, 0], False),  # one was cut off while the other finished
+        ([0, 0], [5, 5], [3, 0], True),
+        ([0, NAN], [5, 5], [0, 0], False),
+        ([0, 1], [5, 5], [0, 0], False),
+        ([NAN, NAN], [5, 5], [0, 0], False),
+    ],
+)
+def test_ended(facts: Facts, up: list[float], phase: list[float], errors: list[float], expected: bool) -> None:
+    assert ended(facts({"process_up": up, "train_phase": phase, "log_errors": errors})) is expected
+
+
+def standing(facts: Facts, age: list[float] | None = None, phase: list[float] | None = None, **columns: list[object]) -> Window:
+    return facts(
+        {
+            "train_step_age_seconds": age or [20.0, 21.0, 20.5, 22.0],
+            "train_step_seconds": [0.5] * 4,
+            "train_phase": phase or [1] * 4,
+            "process_up": [1] * 4,
+            **columns,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [
+        ({"process_stopped_ratio": [0, 0, 1, 0]}, "its process is stopped"),
+        ({"train_heartbeat_age_seconds": [0.5, 0.5, 20, 0.5]}, "its process shows no sign of life"),
+        ({"train_step_count": [8, 8, 7, 8]}, "it is steps behind the others"),
+        ({"train_collective_ratio": [1, 1, 0, 1]}, "the others wait for it in a collective that it has not entered"),
+    ],
+)
+def test_a_job_stands_still_because_of_one(facts: Facts, columns: dict[str, list[object]], why: str) -> None:
+    window = standing(facts, **columns)
+    assert told(window) == ("stalled", Category.HANG, Scope.RANK, (2,))
+    assert found(window).reason == f"no rank finished a step for 20 s (usually 0.5 s); rank 2 on n2: {why}"
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {},
+        {"process_stopped_ratio": [1, 1, 1, 0]},  # most are stopped
+        {"train_heartbeat_age_seconds": [20, 20, 20, 20]},
+        {"train_step_count": [8, 8, 8, 8]},
+        {"train_collective_ratio": [0, 0, 0, 0]},  # nobody waits
+        {"train_collective_ratio": [1, 1, 1, 1]},  # all wait
+        {"train_collective_ratio": [[1] * 6, [1] * 6, [0, 0, 0, 0, 1, 0], [1] * 6]},  # in and out
+        {"process_stopped_ratio": [[0] * 6, [0] * 6, [0, 0, 0, 0, 0, 1], [0] * 6]},  # one look
+        {"train_step_count": [NAN] * 4, "train_collective_ratio": [NAN] * 4},
+    ],
+)
+def test_a_job_stands_still_and_nothing_tells_why(facts: Facts, columns: dict[str, list[object]]) -> None:
+    window = standing(facts, **columns)
+    assert told(window) == ("stalled", Category.HANG, Scope.JOB, ())
+    assert found(window).reason == "no rank finished a step for 20 s (usually 0.5 s), and nothing tells the ranks apart"
+
+
+def test_a_slow_job_is_given_six_of_its_steps(facts: Facts) -> None:
+    usual = {"train_step_seconds": [4.0] * 3, "train_phase": [1] * 3}
+    assert check(facts(usual | {"train_step_age_seconds": [23.0] * 3}), Limits()) is None
+    later = facts(usual | {"train_step_age_seconds": [25.0] * 3})
+    assert told(later)[0] == "stalled"
+    assert check(later, Limits(stall_s=30.0)) is None
+
+
+def test_one_rank_that_steps_on_keeps_the_job_alive(facts: Facts) -> None:
+    assert check(standing(facts, age=[20.0, 21.0, 3.0, 22.0]), Limits()) is None
+
+
+@pytest.mark.parametrize("phase", [0, 2, 3, 4, 5])
+def test_only_training_can_stand_still(facts: Facts, phase: float) -> None:
+    assert check(standing(facts, phase=[1, 1, phase, 1]), Limits()) is None
+
+
+def test_before_the_first_step(facts: Facts) -> None:
+    assert check(standing(facts, age=[NAN] * 4), Limits()) is None
+    assert check(facts({"train_step_count": [0, 0, 0], "process_stopped_ratio": [0, 1, 0]}), Limits()) is None
+
+
+def test_a_vanished_process_is_another_rules_business(facts: Facts) -> None:
+    columns = {"train_step_age_seconds": [20.0] * 4, "process_up": [1, 1, 0, 1], "process_exit_age_seconds": [NAN, NAN, 0.5, NAN]}
+    assert check(facts(columns), Limits()) is None
+
+
+def burst(facts: Facts, errors: list[float], first: list[float], communication: list[float] | None = None) -> Window:
+    return facts(
+        {
+            "log_errors": errors,
+            "log_first_error_age_seconds": first,
+            "log_communication_errors": communication or [0] * len(errors),
+        }
+    )
+
+
+def test_a_burst_of_errors_blames_who_began(facts: Facts) -> None:
+    window = burst(facts, [0, 12, 0], [NAN, 30.0, NAN])
+    assert told(window) == ("log_burst", Category.UNKNOWN, Scope.NODE, (1,))
+    assert found(window).reason == "n1 logged at least 10 error lines in the window, and was the first to log any"
+    quiet = burst(facts, [1, 12, 0], [40.0, 30.0, NAN])
+    assert told(quiet)[3] == (0,)
+    assert found(quiet).reason == "n0 was the first to log an error, before n1 logged at least 10 error lines in the window"
+    assert told(burst(facts, [1, 12, 0], [20.0, 30.0, NAN]))[3] == (1,)
+
+
+def test_several_nodes_at_once(facts: Facts) -> None:
+    window = burst(facts, [12, 12, 0], [30.0, 30.6, NAN])
+    assert told(window) == ("log_burst", Category.USER_CODE, Scope.JOB, ())
+    assert found(window).reason == "2 nodes began to log errors within 1 s of each other"
+
+
+def test_below_the_threshold(facts: Facts) -> None:
+    assert check(burst(facts, [9, 0], [30.0, NAN]), Limits()) is None
+    assert told(burst(facts, [9, 0], [30.0, NAN]), Limits(log_lines=9))[0] == "log_burst"
+
+
+def test_complaints_about_a_peer_are_not_ones_own_errors(facts: Facts) -> None:
+    assert check(burst(facts, [12, 0], [30.0, NAN], communication=[12, 0]), Limits()) is None
+
+
+def test_who_began_is_unknown(facts: Facts) -> None:
+    assert told(burst(facts, [12, 12], [NAN, NAN]))[2:] == (Scope.JOB, ())
+
+
+def test_a_finding_about_somebody_goes_before_one_about_everybody(facts: Facts) -> None:
+    window = facts({"network_up": [0, 0, 0], "log_errors": [0, 20, 0], "log_first_error_age_seconds": [NAN, 9.0, NAN]})
+    assert told(window)[::3] == ("log_burst", (1,))
+
+
+@pytest.mark.parametrize("metric", [m.column for m in CATALOGUE])
+def test_what_was_not_observed_triggers_nothing(facts: Facts, metric: str) -> None:
+    assert check(facts({metric: [NAN, NAN, NAN]}), Limits()) is None
+
+
+levels = st.sampled_from([0.0, 1.0, 5.0, 100.0, NAN])
+RULED = sorted(m.column for m in CATALOGUE if not m.compared)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_hiding_a_rank_never_makes_it_guilty(data: st.DataObject) -> None:
+    R = 4
+    chosen = data.draw(st.lists(st.sampled_from(RULED), min_size=1, unique=True))
+    values_RMT = np.full((R, len(chosen), 3), NAN, dtype=np.float32)
+    for r in range(R - 1):
+        for m in range(len(chosen)):
+            values_RMT[r, m] = data.draw(levels)
+    window = Window("llm", tuple(range(R)), ("a", "b", "c", "d"), ("all",) * R, tuple(chosen), 100.0, 5.0, values_RMT)
+    finding = check(window, Limits())
+    assert finding is None or R - 1 not in finding.ranks
