@@ -218,7 +218,7 @@ def _from_files(folder: Path) -> Ensemble:
     folder = next((path.parent for path in sorted(folder.rglob(_FACTS))), folder)
     try:
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-        with np.load(folder / _ARRAYS, allow_pickle=False) as stored:
+        with (folder / _ARRAYS).open("rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         if not isinstance(facts, dict):
             raise ValueError("the facts are no object")

@@ -130,6 +130,12 @@ def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (made.learn_s, made.quorum, made.name, made.cache_bytes) == (180.0, 3, "file", 1024)
 
 
+def test_an_empty_flag_is_a_flag() -> None:
+    data = {"source": {"logs": ["a.log"], "name": "file", "act": True}}
+    made = settings(Example, "source", data, {"logs": "", "name": "", "act": False})
+    assert (made.logs, made.name, made.act) == ((), "", False)
+
+
 def test_another_sections_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLEEYE_ACTIONS__LEARN_S", "2m")
     monkeypatch.setenv("EAGLEEYE_JOB", "llm")

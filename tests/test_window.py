@@ -82,6 +82,7 @@ def test_last_and_before() -> None:
     cut = window().before(999_997.9)
     assert (cut.end_s, cut.values_RMT.shape[2], cut.start_s) == (999_996.0, 3, 999_992.0)
     assert window().before(1e9).end_s == 1_000_000.0
+    assert window(end_s=1.77e9).before(1.77e9 - 5e-7).end_s == 1.77e9, "stamps round"
     with pytest.raises(ValueError, match="nothing lies before that time"):
         window().before(999_991.9)
 
@@ -91,7 +92,8 @@ def test_last_and_before() -> None:
 def test_a_cut_shows_the_same_values_at_the_same_stamps(T: int, step_s: float, keep: int) -> None:
     whole = window(T=T, step_s=step_s, end_s=1.77e9)
     keep = min(keep, T)
-    for cut in (whole.last(keep * step_s), whole.before(float(whole.stamps_T[keep - 1]))):
+    counted_from_the_start_s = whole.start_s + (keep - 1) * step_s  # the same instant, but for rounding
+    for cut in (whole.last(keep * step_s), whole.before(float(whole.stamps_T[keep - 1])), whole.before(counted_from_the_start_s)):
         assert cut.values_RMT.shape[2] == keep
         places = [int(np.argmin(np.abs(whole.stamps_T - stamp_s))) for stamp_s in cut.stamps_T]
         assert places == list(range(places[0], places[0] + keep))

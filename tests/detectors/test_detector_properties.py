@@ -217,3 +217,13 @@ def test_instants_of_rest_calibrate_nothing(job, alter):
     rested = alter(window, lambda values_RMT: values_RMT[:, 0].fill(0.0))
     with pytest.raises(NoData, match="did not work"):
         ensemble.fit([rested])
+
+
+def test_lof_keeps_an_even_sample_of_what_it_saw(job):
+    """Also of a little less than twice as many instants as it keeps: neither end of the first metric may be cut off."""
+    window = job(points=470)
+    fitted = ensemble.fit([window], ["lof"])
+    vectors_NF = fitted.models["lof"]["vectors_NF"]
+    assert len(vectors_NF) == 1000
+    assert abs(np.median(vectors_NF[:, 0])) < 0.1
+    assert -vectors_NF[:, 0].min() == pytest.approx(vectors_NF[:, 0].max(), rel=0.3)

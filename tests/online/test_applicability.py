@@ -49,9 +49,30 @@ def test_the_newest_instants_decide(facts: Facts) -> None:
     assert not_applicable(facts({"gpu_utilization_ratio": [[0.0] * 14 + [0.9] * 6] * 3}, T=20)) is None
 
 
-def test_most_ranks_are_not_seen(facts: Facts) -> None:
-    gone, here = [1.0] * 3 + [NAN] * 3, [1.0] * 6
-    assert missing(facts({"gpu_power_watts": [gone, gone, here, here, here]})) is None
-    assert missing(facts({"gpu_power_watts": [gone, gone, here, here]})) == "2 of 4 ranks sent nothing in the last 15 s"
-    assert missing(facts({"gpu_power_watts": [gone, gone]})) == "2 of 2 ranks sent nothing in the last 15 s"
-    assert missing(facts({"gpu_power_watts": [gone, gone], "gpu_utilization_ratio": [here, here]})) is None
+def test_a_job_that_counts_its_steps_is_not_idle_for_want_of_cpu(facts: Facts) -> None:
+    """It is slow or stands still, which is for the rules to say; a GPU that does nothing still tells."""
+    steps = {"process_cpu_ratio": [0.0] * 3, "train_step_age_seconds": [90.0] * 3}
+    assert not_applicable(facts(steps)) is None
+    assert not_applicable(facts(steps | {"train_step_age_seconds": [NAN] * 3})) is not None
+    assert not_applicable(facts(steps | {"gpu_utilization_ratio": [0.0] * 3})) is not None
+
+
+GONE, HERE = [1.0] * 3 + [NAN] * 3, [1.0] * 6
+
+
+def test_half_of_the_ranks_are_not_seen(facts: Facts) -> None:
+    assert missing(facts({"gpu_power_watts": [GONE, GONE, HERE, HERE, HERE]})) is None
+    assert missing(facts({"gpu_power_watts": [GONE, GONE, HERE, HERE]})) == "2 of 4 ranks sent nothing in the last 15 s"
+    assert missing(facts({"gpu_power_watts": [GONE, GONE]})) == "2 of 2 ranks sent nothing in the last 15 s"
+    assert missing(facts({"gpu_power_watts": [GONE, GONE], "gpu_utilization_ratio": [HERE, HERE]})) is None
+
+
+def test_any_rank_at_all(facts: Facts) -> None:
+    assert missing(facts({"gpu_power_watts": [HERE, HERE, HERE]}), share=0.0) is None
+    assert missing(facts({"gpu_power_watts": [GONE, HERE, HERE]}), share=0.0) == "1 of 3 ranks sent nothing in the last 15 s"
+
+
+def test_what_others_say_of_a_rank_is_no_sign_of_life(facts: Facts) -> None:
+    columns = {"gpu_power_watts": [GONE, GONE, HERE], "log_errors": [HERE] * 3, "process_up": [HERE] * 3}
+    assert missing(facts(columns)) == "2 of 3 ranks sent nothing in the last 15 s"
+    assert missing(facts({"log_errors": [HERE] * 3})) is None, "where there is nothing else, it must do"
