@@ -24,8 +24,9 @@ from faults import FAULTS, NET_MODES, Fault, inject
 from eagleeye.actions.journal import Journal
 from eagleeye.clock import SystemClock, monotonic_s
 from eagleeye.errors import EagleEyeError, EnvironmentLacks
+from eagleeye.files import write_whole
 from eagleeye.records import Incident, Verdict, from_json
-from eagleeye.report import Report, Truth, render, write
+from eagleeye.report import Report, Truth, render
 from eagleeye.source.base import Settings, open_source
 from eagleeye.window import Window
 
@@ -137,8 +138,14 @@ def start(name: str, command: list[str], environment: dict[str, str] | None = No
     """Start one of our processes in a group of its own, its words in ``run/NAME.log``."""
     with (RUN_DIR / f"{name}.log").open("wb") as log:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=RUN_DIR, env=os.environ | (environment or {}), process_group=0
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=RUN_DIR,
+            env=os.environ | (environment or {}),
+            process_group=0,
+        )
 
 
 def start_prometheus(program: str, targets: list[str], processes: list[subprocess.Popen[bytes]]) -> str:
@@ -240,7 +247,7 @@ def tell(options: argparse.Namespace, story: Story, setup: str, incidents: list[
             notes=notes,
         )
     )
-    write(REPORT, page)
+    write_whole(REPORT, page)
     print(file=sys.stderr)
     for outcome in outcomes:
         say(story, f"observed only: {outcome.detail}", at_s=outcome.started_s)

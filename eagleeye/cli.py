@@ -252,6 +252,7 @@ def _report(options: argparse.Namespace) -> int:
 
     from eagleeye import config, report
     from eagleeye.actions import policy
+    from eagleeye.files import write_whole
     from eagleeye.online.incidents import advance
     from eagleeye.records import Incident
     from eagleeye.source.trace import TraceSource
@@ -271,7 +272,7 @@ def _report(options: argparse.Namespace) -> int:
     truth, notes = _truth(options.trace)
     notes.append("The verdicts come from a replay of the recorded trace; each used only what had been stamped by then.")
     page = report.render(report.Report(source.job, "", window, verdicts, incidents, plans, truth=truth, notes=notes))
-    report.write(Path(options.out), page)
+    write_whole(Path(options.out), page)
     print(f"{options.out}: {len(window.ranks)} ranks, {len(verdicts)} verdicts", file=sys.stderr)
     return 0
 

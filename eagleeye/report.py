@@ -7,8 +7,6 @@ A recorded window and the records made from it come in; a self-contained HTML te
 import base64
 import hashlib
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from numpy.typing import NDArray
 from eagleeye import __version__, charts
 from eagleeye.charts import CURVE_BOX, Mark, Row, Span, TimeAxis, clock, esc, tag
 from eagleeye.detectors import peers
-from eagleeye.errors import DataError, EnvironmentLacks, NoData
+from eagleeye.errors import DataError, NoData
 from eagleeye.metrics import BY_COLUMN
 from eagleeye.records import Category, Decision, Incident, Outcome, Plan, Result, Scope, Suspect, Verdict
 from eagleeye.window import Window
@@ -116,27 +114,6 @@ def render(report: Report) -> str:
         ranks=_ranks(report, found),
         made=_made(report),
     )
-
-
-def write(path: Path, page: str) -> None:
-    """Write the page, whole or not at all. Raises EnvironmentLacks when it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                os.fchmod(handle, 0o644)
-                file.write(page)
-                file.flush()
-                os.fsync(handle)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise EnvironmentLacks(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another file"
-        ) from None
 
 
 def read_verdicts(path: Path, job: str) -> list[Verdict]:

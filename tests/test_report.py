@@ -14,7 +14,7 @@ import pytest
 
 from eagleeye import charts
 from eagleeye.cli import main
-from eagleeye.errors import DataError, EnvironmentLacks, NoData
+from eagleeye.errors import DataError, NoData
 from eagleeye.records import (
     Action,
     ActionKind,
@@ -29,7 +29,7 @@ from eagleeye.records import (
     Suspect,
     Verdict,
 )  # fmt: skip
-from eagleeye.report import MOST_ROWS, Report, Truth, judge, read_verdicts, render, write
+from eagleeye.report import MOST_ROWS, Report, Truth, judge, read_verdicts, render
 from eagleeye.window import Window
 
 START_S = 1_772_438_400.0
@@ -456,16 +456,6 @@ def test_absent_and_binary_files_are_told(tmp_path: Path) -> None:
     (tmp_path / "v.jsonl").write_bytes(b"\xff\xfe\x00PAR1")
     with pytest.raises(DataError, match="is no text"):
         read_verdicts(tmp_path / "v.jsonl", "demo")
-
-
-def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("old")
-    with pytest.raises(EnvironmentLacks, match="cannot write"):
-        write(tmp_path / "file" / "report.html", "new")
-    (tmp_path / "report.html").mkdir()
-    with pytest.raises(EnvironmentLacks, match="cannot write"):
-        write(tmp_path / "report.html", "new")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "report.html"]
 
 
 BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)

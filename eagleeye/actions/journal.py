@@ -10,7 +10,7 @@ from eagleeye.errors import EnvironmentLacks
 from eagleeye.records import Outcome, Plan, from_json, to_json
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS plans (incident_id TEXT PRIMARY KEY, planned_s REAL NOT NULL, plan TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS plans (plan_id TEXT PRIMARY KEY, planned_s REAL NOT NULL, plan TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS operations (operation_id TEXT PRIMARY KEY, claimed_s REAL NOT NULL, outcome TEXT);
 """
 
@@ -36,9 +36,12 @@ class Journal:
             raise self._unusable(error) from None
 
     def record(self, plan: Plan, now_s: float) -> bool:
-        """Write a plan; return False when its incident has one already, which is then kept."""
-        text = json.dumps(to_json(plan))
-        return self._write("INSERT OR IGNORE INTO plans VALUES (?, ?, ?)", plan.incident_id, now_s, text) == 1
+        """Write a plan; return False when the incident has one with the same actions already, which is then kept.
+
+        An incident may get a second plan with other actions: once it is known which node is to blame.
+        """
+        plan_id = "-".join([plan.incident_id, *(f"{action.kind.value}:{action.target}" for action in plan.actions)])
+        return self._write("INSERT OR IGNORE INTO plans VALUES (?, ?, ?)", plan_id, now_s, json.dumps(to_json(plan))) == 1
 
     def claim(self, operation_id: str, now_s: float) -> bool:
         """Say that an operation begins; return False when somebody began it before."""
@@ -52,14 +55,17 @@ class Journal:
 
     def plans(self) -> list[Plan]:
         """Return all plans, oldest first."""
-        return [
-            from_json(Plan, json.loads(row[0])) for row in self._read("SELECT plan FROM plans ORDER BY planned_s, incident_id")
-        ]
+        return [from_json(Plan, json.loads(row[0])) for row in self._read("SELECT plan FROM plans ORDER BY planned_s, rowid")]
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcomes of all operations that ended, in the order in which they began."""
-        rows = self._read("SELECT outcome FROM operations WHERE outcome IS NOT NULL ORDER BY claimed_s, operation_id")
+        rows = self._read("SELECT outcome FROM operations WHERE outcome IS NOT NULL ORDER BY claimed_s, rowid")
         return [from_json(Outcome, json.loads(row[0])) for row in rows]
+
+    def outcome(self, operation_id: str) -> Outcome | None:
+        """Return how an operation ended, None while it has not."""
+        rows = self._read("SELECT outcome FROM operations WHERE operation_id = ? AND outcome IS NOT NULL", operation_id)
+        return from_json(Outcome, json.loads(rows[0][0])) if rows else None
 
     def close(self) -> None:
         """Release the file."""
@@ -71,9 +77,9 @@ class Journal:
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 
-    def _read(self, sql: str) -> list[tuple[str]]:
+    def _read(self, sql: str, *values: object) -> list[tuple[str]]:
         try:
-            return self._db.execute(sql).fetchall()
+            return self._db.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise self._unusable(error) from None
 

@@ -7,45 +7,58 @@ from eagleeye.actions.journal import Journal
 from eagleeye.actions.policy import Settings, plan
 from eagleeye.clock import Clock
 from eagleeye.errors import AmbiguousError, BackendError, TransientError
-from eagleeye.records import Incident, IncidentState, Outcome, Plan, Result
+from eagleeye.records import Action, Incident, IncidentState, Outcome, Plan, Result
 
 
 def respond(
     incidents: Sequence[Incident], settings: Settings, backend: RemediationBackend, journal: Journal, clock: Clock
 ) -> list[tuple[Plan, list[Outcome]]]:
-    """Plan for each open incident that has no plan yet, and carry the plans out; return what was new."""
+    """Plan for each open incident, carry out what nobody began before, and return the plans in which something was new."""
     answered = []
     for incident in incidents:
         if incident.state is not IncidentState.OPEN:
             continue
         made = plan(incident, settings)
-        if made and journal.record(made, clock.now_s()):
-            answered.append((made, carry_out(made, backend, journal, clock)))
+        if made is None:
+            continue
+        new = journal.record(made, clock.now_s())
+        # a plan that a crash interrupted goes on: what was done is known by its operation
+        outcomes = carry_out(made, backend, journal, clock)
+        if new or outcomes:
+            answered.append((made, outcomes))
     return answered
 
 
 def carry_out(made: Plan, backend: RemediationBackend, journal: Journal, clock: Clock) -> list[Outcome]:
-    """Perform the plan's actions; an operation that somebody claimed before is left to him."""
+    """Perform those of the plan's actions that nobody began before; return how they ended.
+
+    Stops at the first that did not work, and at one that was begun and has no outcome: somebody is at it, or died at it.
+    """
     outcomes = []
-    for step, action in enumerate(made.actions):
-        operation_id = f"{made.incident_id}-{step}-{action.kind.value}"
+    for action in made.actions:
+        operation_id = f"{made.incident_id}-{action.kind.value}-{action.target}"
         started_s = clock.now_s()
-        if not journal.claim(operation_id, started_s):
-            continue
-        try:
-            result, detail = backend.perform(operation_id, action)
-        except BackendError as error:
-            kind = (
-                Result.TRANSIENT
-                if isinstance(error, TransientError)
-                else Result.AMBIGUOUS
-                if isinstance(error, AmbiguousError)
-                else Result.PERMANENT
-            )
-            result, detail = kind, str(error)
-        outcome = Outcome(operation_id, result, detail, started_s, clock.now_s())
-        journal.finish(outcome)
-        outcomes.append(outcome)
-        if result not in (Result.DONE, Result.OBSERVED):
+        if journal.claim(operation_id, started_s):
+            outcome = _perform(operation_id, action, backend, started_s, clock)
+            journal.finish(outcome)
+            outcomes.append(outcome)
+        else:
+            known = journal.outcome(operation_id)
+            if known is None:
+                break
+            outcome = known
+        if outcome.result not in (Result.DONE, Result.OBSERVED):
             break
     return outcomes
+
+
+def _perform(operation_id: str, action: Action, backend: RemediationBackend, started_s: float, clock: Clock) -> Outcome:
+    try:
+        result, detail = backend.perform(operation_id, action)
+    except TransientError as error:
+        result, detail = Result.TRANSIENT, str(error)
+    except AmbiguousError as error:
+        result, detail = Result.AMBIGUOUS, str(error)
+    except BackendError as error:
+        result, detail = Result.PERMANENT, str(error)
+    return Outcome(operation_id, result, detail, started_s, clock.now_s())

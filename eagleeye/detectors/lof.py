@@ -76,7 +76,7 @@ class Lof:
         # equal vectors are infinitely dense to LOF, and everything else would then look infinitely far
         vectors_NF = np.unique(np.nan_to_num(vectors_NF[np.isfinite(vectors_NF).any(axis=1)]).round(2), axis=0)
         kept = np.linspace(0, len(vectors_NF) - 1, min(self.vectors, len(vectors_NF))).round().astype(int)
-        return vectors_NF[kept]
+        return np.asarray(vectors_NF[kept])
 
     def _factor_R(self, model: Model, window: Window) -> NDArray[np.float64]:
         vectors_NF = model["vectors_NF"]

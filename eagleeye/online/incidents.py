@@ -1,7 +1,7 @@
 """Verdicts of many ticks -> incidents with a beginning and an end. Pure."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from eagleeye.records import Category, Decision, Incident, IncidentState, Verdict
@@ -54,6 +54,18 @@ def advance(incidents: Sequence[Incident], verdict: Verdict, quiet_s: float = QU
         reason=verdict.reason,
     )
     return (*incidents, opened)
+
+
+def close_unwatched(
+    incidents: Sequence[Incident], jobs: Collection[str], now_s: float, quiet_s: float = QUIET_S
+) -> tuple[Incident, ...]:
+    """Return the incidents after those of jobs that nobody reports any more are closed, once they were quiet for long enough."""
+    return tuple(
+        replace(i, state=IncidentState.CLOSED, closed_s=now_s)
+        if i.state is IncidentState.OPEN and i.job not in jobs and now_s - i.last_anomalous_s >= quiet_s
+        else i
+        for i in incidents
+    )
 
 
 def incident_id(job: str, nodes: Sequence[str], opened_s: float) -> str:

@@ -86,7 +86,8 @@ class Judge:
             return self._say(window, Decision.UNSURE, reason)
         idle = applicability.not_applicable(window)
         if not idle:
-            self._busy_s += passed_s
+            # a pause in the watching is no work that was watched
+            self._busy_s += min(passed_s, 2 * max(window.step_s, self.settings.tick_s))
         worked = self._busy_s > 0
         finding = rules.check(window, self.settings.limits) if worked or not idle else None
         if finding and finding.ranks and not rules.ended(window):

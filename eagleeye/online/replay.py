@@ -5,15 +5,14 @@ the part that is there.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from eagleeye.detectors.ensemble import Ensemble
-from eagleeye.errors import EnvironmentLacks, UsageError
+from eagleeye.errors import UsageError
+from eagleeye.files import write_whole
 from eagleeye.online.judge import Judge, Settings
 from eagleeye.records import Verdict
 from eagleeye.source.trace import TraceSource
@@ -73,27 +72,8 @@ def replay(
         source = TraceSource(folder)
         judge = Judge(settings, model, model_name)
         lines = [json.dumps(line(verdict)) for verdict in verdicts(source, judge)]
-        written.append(_write(out_dir / f"{name}.jsonl", lines))
+        written.append(out_dir / f"{name}.jsonl")
+        write_whole(written[-1], "".join(f"{text}\n" for text in lines))
         anomalous = sum('"decision": "anomalous"' in text for text in lines)
         progress(f"{len(written)}/{len(folders)} {name}: {len(lines)} ticks, {anomalous} anomalous")
     return written
-
-
-def _write(path: Path, lines: Sequence[str]) -> Path:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.writelines(f"{text}\n" for text in lines)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise EnvironmentLacks(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another --out-dir"
-        ) from None
-    return path

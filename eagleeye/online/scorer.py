@@ -13,9 +13,9 @@ from eagleeye.detectors import ensemble
 from eagleeye.detectors.base import Score
 from eagleeye.detectors.ensemble import Ensemble
 from eagleeye.errors import EagleEyeError
-from eagleeye.online.incidents import advance
+from eagleeye.online.incidents import advance, close_unwatched
 from eagleeye.online.judge import Judge, Settings
-from eagleeye.records import Incident, Verdict
+from eagleeye.records import Incident, IncidentState, Verdict
 from eagleeye.source.base import Source
 from eagleeye.window import Window
 
@@ -107,6 +107,7 @@ class Scorer:
             self._source.scrape(now_s)
             names = self._source.jobs(now_s)
             failures.update(self._source.failures())
+            incidents = close_unwatched(incidents, names, now_s)
         except EagleEyeError as error:
             names, failures["source"] = (), str(error)
         for name in names:
@@ -133,7 +134,7 @@ class Scorer:
                 self._verdicts.setdefault(name, deque(maxlen=KEPT_VERDICTS)).append(verdict)
         self._forget(jobs)
         self._snapshot = replace(
-            snapshot, at_s=now_s, tick_s=monotonic_s() - started_s, jobs=jobs, incidents=incidents[-KEPT_INCIDENTS:],
+            snapshot, at_s=now_s, tick_s=monotonic_s() - started_s, jobs=jobs, incidents=_kept(incidents),
             failures=failures, windows_total=totals, errors_total=errors,
         )  # fmt: skip
 
@@ -170,3 +171,10 @@ class Scorer:
             self._sentence.pop(name, None)
             with self._lock:
                 self._verdicts.pop(name, None)
+
+
+def _kept(incidents: tuple[Incident, ...]) -> tuple[Incident, ...]:
+    """Drop the oldest closed incidents above `KEPT_INCIDENTS`; an open one is never dropped."""
+    closed = [i for i in incidents if i.state is IncidentState.CLOSED]
+    dropped = {i.id for i in closed[: max(0, len(incidents) - KEPT_INCIDENTS)]}
+    return tuple(i for i in incidents if i.id not in dropped)

@@ -5,6 +5,7 @@ GET only; `PATHS` lists them. /healthz answers 503 until the kernels are warm.
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +21,18 @@ from eagleeye.online.scorer import JobState, Scorer
 from eagleeye.records import Decision, IncidentState, to_json
 
 PATHS = "/healthz, /metrics, /api/v1/jobs, /api/v1/jobs/JOB, /api/v1/jobs/JOB/verdicts, /api/v1/incidents"
+
+CLIENT_TIMEOUT_S = 10.0
+"""A client that says or takes nothing for this long is left."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no event; everything else is printed."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 class SnapshotCollector:
@@ -94,6 +107,8 @@ def serve(scorer: Scorer, address: str, port: int) -> ThreadingHTTPServer:
     registry.register(SnapshotCollector(scorer))
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = CLIENT_TIMEOUT_S
+
         def do_GET(self) -> None:
             url = urlsplit(self.path)
             if url.path == "/metrics":
@@ -112,12 +127,11 @@ def serve(scorer: Scorer, address: str, port: int) -> ThreadingHTTPServer:
             """Say nothing: one line a scrape is noise."""
 
     try:
-        server = ThreadingHTTPServer((address, port), Handler)
+        server = _Server((address, port), Handler)
     except OSError as error:
         raise EnvironmentLacks(
             f"cannot serve on {address}:{port}: {error.strerror or error}; choose another [online] address or port"
         ) from None
-    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="service", daemon=True).start()
     return server
 

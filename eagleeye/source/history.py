@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagleeye.errors import EnvironmentLacks
+from eagleeye.files import sync_folder
 from eagleeye.source.series import SLACK_S, Block, Floats, block_up
 
 _LOG = logging.getLogger(__name__)
@@ -108,12 +109,3 @@ def _merged(name: str, parts: list[tuple[Floats, Floats]]) -> tuple[str, Mapping
 def _span_s(path: Path) -> tuple[float, float] | None:
     first, _, last = path.stem.partition("-")
     return (int(first) / 1000, int(last) / 1000) if first.isdecimal() and last.isdecimal() else None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut, as `fsync` does for the contents of a file."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from eagleeye.collect.logs import ErrorWindow, stamp_s
 from eagleeye.errors import DataError, EnvironmentLacks, NoData, UsageError
+from eagleeye.files import sync_folder
 from eagleeye.metrics import BY_COLUMN, check_unit
 from eagleeye.source.base import Progress
-from eagleeye.source.history import sync_folder
 from eagleeye.source.series import SLACK_S
 from eagleeye.window import Window
 

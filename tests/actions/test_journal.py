@@ -38,11 +38,13 @@ def outcome(operation_id: str, result: Result = Result.DONE) -> Outcome:
 def test_plans(journal: Journal, path: Path) -> None:
     assert journal.plans() == []
     assert journal.record(PLAN, 10.0)
-    assert not journal.record(Plan("a1", "llm", (), "another"), 11.0)
+    assert not journal.record(Plan("a1", "llm", PLAN.actions, "said in other words"), 11.0)
+    other = Plan("a1", "llm", (), "other actions")
+    assert journal.record(other, 11.0)
     assert journal.record(Plan("a0", "llm", (), "earlier"), 5.0)
     journal.close()
     again = Journal(path)
-    assert again.plans() == [Plan("a0", "llm", (), "earlier"), PLAN]
+    assert again.plans() == [Plan("a0", "llm", (), "earlier"), PLAN, other]
     again.close()
 
 

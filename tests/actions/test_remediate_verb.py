@@ -113,7 +113,7 @@ def test_once(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, st
         ("notify", "llm"), ("cordon", "n2"), ("evict", "n2"), ("restart", "llm"),
     ]  # fmt: skip
     assert [o.operation_id for o in journal.outcomes()] == [
-        f"{incident.id}-{i}-{kind}" for i, kind in enumerate(("notify", "cordon", "evict", "restart"))
+        f"{incident.id}-{step}" for step in ("notify-llm", "cordon-n2", "evict-n2", "restart-llm")
     ]
     assert {o.result for o in journal.outcomes()} == {Result.OBSERVED}
     journal.close()

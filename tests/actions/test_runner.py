@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from eagleeye.actions.journal import Journal
-from eagleeye.actions.policy import Settings
+from eagleeye.actions.policy import Settings, plan
 from eagleeye.actions.runner import carry_out, respond
 from eagleeye.clock import ManualClock
 from eagleeye.errors import AmbiguousError, BackendError, PermanentError, TransientError
 from eagleeye.records import Action, ActionKind, Category, Incident, IncidentState, Plan, Result
 
 INCIDENT = Incident("a1", "llm", ("n3",), (3,), 100, 110, IncidentState.OPEN, Category.GPU, "why", 2)
-IDS = ["a1-0-notify", "a1-1-cordon", "a1-2-evict", "a1-3-restart"]
+IDS = ["a1-notify-llm", "a1-cordon-n3", "a1-evict-n3", "a1-restart-llm"]
 
 
 class Hands:
@@ -75,9 +75,36 @@ def test_it_stops_at_the_first_failure(journal: Journal, error: BackendError, re
 def test_nothing_is_done_twice(journal: Journal) -> None:
     hands = Hands()
     respond([INCIDENT], Settings(), hands, journal, ManualClock())
-    for changed in (INCIDENT, replace(INCIDENT, verdict_count=9), replace(INCIDENT, nodes=("n4",))):
+    for changed in (INCIDENT, replace(INCIDENT, verdict_count=9), replace(INCIDENT, reason="said in other words")):
         assert respond([changed], Settings(), hands, journal, ManualClock()) == []
     assert len(hands.asked) == 4
+
+
+def test_a_node_that_is_learned_later_is_planned_for(journal: Journal) -> None:
+    hands = Hands()
+    respond([replace(INCIDENT, nodes=(), ranks=())], Settings(), hands, journal, ManualClock())
+    assert [name for name, _ in hands.asked] == IDS[:1]
+    respond([INCIDENT], Settings(), hands, journal, ManualClock())
+    assert [name for name, _ in hands.asked] == IDS, "the owner is told once"
+
+
+def test_a_plan_that_a_crash_interrupted_goes_on(journal: Journal) -> None:
+    made = plan(INCIDENT, Settings())
+    assert made is not None
+    journal.record(made, 1.0)
+    hands = Hands()
+    respond([INCIDENT], Settings(), hands, journal, ManualClock())
+    assert [name for name, _ in hands.asked] == IDS
+
+
+def test_a_step_that_was_begun_and_never_ended_stops_the_plan(journal: Journal) -> None:
+    made = plan(INCIDENT, Settings())
+    assert made is not None
+    journal.record(made, 1.0)
+    journal.claim(IDS[0], 1.0)
+    hands = Hands()
+    assert respond([INCIDENT], Settings(), hands, journal, ManualClock()) == []
+    assert hands.asked == []
 
 
 def test_a_new_incident_of_the_same_node_is_answered_again(journal: Journal) -> None:

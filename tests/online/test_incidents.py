@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagleeye.online.incidents import QUIET_S, advance, incident_id
+from eagleeye.online.incidents import QUIET_S, advance, close_unwatched, incident_id
 from eagleeye.records import Category, Decision, Incident, IncidentState, Scope, Suspect, Verdict
 
 
@@ -125,3 +125,11 @@ def test_no_state_is_skipped_and_other_jobs_are_left_alone(sequence: list[tuple[
             assert old.nodes in ((), new.nodes)
         counted = sum(i.verdict_count for i in incidents) - sum(i.verdict_count for i in before)
         assert counted == (decision is Decision.ANOMALOUS)
+
+
+def test_a_job_that_nobody_reports_any_more_closes_after_quiet() -> None:
+    opened = after(verdict(100, "n3"))
+    assert close_unwatched(opened, (opened[0].job,), 1e6) == opened, "still watched"
+    assert close_unwatched(opened, (), 100.0 + QUIET_S - 1) == opened, "not quiet for long enough"
+    (closed,) = close_unwatched(opened, (), 100.0 + QUIET_S)
+    assert (closed.state, closed.closed_s) == (IncidentState.CLOSED, 100.0 + QUIET_S)
