@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from eagleeye.quantities import quantity
+
 WIDTH = 1080
 """Width of every full picture in its own units; the page scales it."""
 
@@ -28,8 +30,6 @@ _CURVE_POINTS = 8000
 _DRAWN_PEERS = 96
 _TREND_COLUMNS = 180
 _TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
-_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_SUFFIX = {"bytes": "B", "bytes/s": "B/s", "hertz": "Hz", "watts": "W", "seconds": "s", "1/s": "/s", "celsius": "°C"}
 
 
 def esc(text: object) -> str:
@@ -57,26 +57,6 @@ def clock(duration_s: float) -> str:
     if whole < 5400:
         return f"{sign}{whole // 60}:{whole % 60:02d}"
     return f"{sign}{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
-
-
-def number(value: float) -> str:
-    """Return three significant digits, never with an exponent for large values."""
-    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
-
-
-def quantity(value: float, unit: str) -> str:
-    """Return a value of a base unit as a person reads it: ``12.5 MB/s``, ``38 %``, ``120 ms``; a dash for NaN."""
-    if not math.isfinite(value):
-        return "–"
-    if unit == "1":
-        return f"{number(value * 100)} %"
-    if unit == "seconds" and 0 < abs(value) < 1:
-        return f"{number(value * 1000)} ms"
-    size, prefix = 1.0, ""
-    if unit in ("bytes", "bytes/s", "hertz", "1/s", "", "steps"):
-        size, prefix = next(((s, p) for s, p in _PREFIXES if abs(value) >= s * 0.9995), (1.0, ""))
-    ending = prefix + _SUFFIX.get(unit, "")
-    return f"{number(value / size)}{'' if unit == '1/s' and not prefix else ' '}{ending}".strip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from eagleeye.charts import CURVE_BOX, Mark, Row, Span, TimeAxis, clock, esc, ta
 from eagleeye.detectors import peers
 from eagleeye.errors import DataError, NoData
 from eagleeye.metrics import BY_COLUMN
+from eagleeye.quantities import number, quantity
 from eagleeye.records import Category, Decision, Incident, Outcome, Plan, Result, Scope, Suspect, Verdict
 from eagleeye.window import Window
 
@@ -133,14 +134,14 @@ def read_verdicts(path: Path, job: str) -> list[Verdict]:
     except OSError as error:
         raise NoData(f"cannot read {path}: {error.strerror or error}; `eagleeye score --replay` writes such a file") from None
     verdicts = []
-    for number, line in enumerate(lines, start=1):
+    for at, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             verdicts.append(_verdict(json.loads(line), job))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
-                f"{path}, line {number} is no verdict ({type(error).__name__}: {error}); write the file again with "
+                f"{path}, line {at} is no verdict ({type(error).__name__}: {error}); write the file again with "
                 "`eagleeye score --replay`"
             ) from None
     return sorted(verdicts, key=lambda verdict: verdict.to_s)
@@ -436,13 +437,13 @@ def _heatmap(report: Report, found: Finding, metrics: Sequence[str], deviation_R
     rows = [Row(window.ranks[r], window.nodes[r], roles.get(r, ""), roles.get(r, "")) for r in kept]
     level_RC = charts.levels_RT(worst_RT[kept], observed_RT[kept])
     others = [r for r in range(len(window.ranks)) if r not in roles]
-    told = [f"{roles[r]} rank {window.ranks[r]} on {window.nodes[r]} reaches {charts.number(peak_R[r])}" for r in list(roles)[:3]]
+    told = [f"{roles[r]} rank {window.ranks[r]} on {window.nodes[r]} reaches {number(peak_R[r])}" for r in list(roles)[:3]]
     if others and metrics:
         told.append(
-            f"{'the highest other rank' if roles else 'the highest rank'} reaches {charts.number(max(peak_R[r] for r in others))}"
+            f"{'the highest other rank' if roles else 'the highest rank'} reaches {number(max(peak_R[r] for r in others))}"
         )
     gaps = float(1 - observed_RT.mean()) if observed_RT.size else 1.0
-    told.append(f"{charts.quantity(gaps, '1')} of the data are missing")
+    told.append(f"{quantity(gaps, '1')} of the data are missing")
     described = f"Robust standard deviations from the peers: {'; '.join(told)}."
     drawn = charts.heatmap(
         "Deviation of each rank over time",
@@ -519,16 +520,12 @@ def _curves(report: Report, found: Finding, metrics: Sequence[str], deviation_RM
         members = [r for r in range(len(window.ranks)) if r not in focus and group in (None, window.groups[r])]
         row = BY_COLUMN.get(metric)
         drawn = charts.curves(
-            metric, row.unit if row else "", axis, values_RT, _median(values_RT[members]), focus, _marks(report, found)
+            metric, window.unit(metric), axis, values_RT, _median(values_RT[members]), focus, _marks(report, found)
         )
         small = [tag("span", esc(row.help))] if row else []
         if metric in metrics and focus:
             strength = _high(deviation_RMT[next(iter(focus)), metrics.index(metric), -max(1, values_RT.shape[1] // 10) :])
-            apart = (
-                f"{charts.number(strength)} standard deviations from its peers"
-                if strength >= charts.LEVELS[0]
-                else "Like its peers"
-            )
+            apart = f"{number(strength)} standard deviations from its peers" if strength >= charts.LEVELS[0] else "Like its peers"
             small += [tag("span", f"{apart} at the end")] if strength >= 0 else []
         figures.append(tag("figure", drawn + tag("figcaption", " ".join(small))))
     if not figures:
@@ -590,7 +587,7 @@ def _votes(report: Report, found: Finding) -> str:
             score = max(s.score for v in verdicts for s in v.suspects if (s.rank, s.node) == (rank, node))
             rows.append([
                 tag("th", f"rank {rank}", scope="row"), tag("td", esc(node)), tag("td", str(len(verdicts)), class_="num"),
-                tag("td", charts.number(score), class_="num"),
+                tag("td", number(score), class_="num"),
                 tag("td", _utc(verdicts[0].to_s)), tag("td", _utc(verdicts[-1].to_s)),
             ])  # fmt: skip
         left = f" {len(named) - 20} more were left out." if len(named) > 20 else ""
@@ -647,7 +644,7 @@ def _ranks(report: Report, found: Finding) -> str:
     share_R = np.isfinite(window.values_RMT).any(axis=1).mean(axis=1)
     rows = [
         [tag("th", str(rank), scope="row"), tag("td", esc(window.nodes[r])), tag("td", esc(window.groups[r] or "–")),
-         tag("td", f"{charts.number(share_R[r] * 100)} %", class_="num"), tag("td", roles.get(r, ""), class_=roles.get(r, ""))]
+         tag("td", f"{number(share_R[r] * 100)} %", class_="num"), tag("td", roles.get(r, ""), class_=roles.get(r, ""))]
         for r, rank in enumerate(window.ranks[:_MOST_LISTED])
     ]  # fmt: skip
     table = _table(["rank", "node", "group of equals", "observed", ""], rows)
@@ -662,7 +659,7 @@ def _made(report: Report) -> str:
     facts = [
         ("Job", window.job),
         ("Recorded", f"{_utc(_origin(window), day=True)} to {_utc(window.end_s, day=True)}"),
-        ("Sampling interval", charts.quantity(window.step_s, "seconds")),
+        ("Sampling interval", quantity(window.step_s, "seconds")),
         ("Size", f"{R} ranks, {M} metrics, {T} instants, {len(report.verdicts)} verdicts"),
         ("Model", ", ".join(models) or "none was ready"),
         ("Version", f"Eagle Eye {__version__}"),

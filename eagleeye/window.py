@@ -6,13 +6,14 @@ Shape suffixes in this project: R ranks, M metrics, T time steps, K neighbours, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagleeye.errors import DataError
+from eagleeye.metrics import BY_COLUMN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +30,7 @@ class Window:
     end_s : seconds since the epoch of the last column; column t covers the `step_s` seconds before its stamp
     step_s : seconds between columns
     values_RMT : (R, M, T) float32, base units; NaN = not observed, never zero; read-only
+    foreign_units : base units of metrics that the catalogue lacks, as far as a trace told them
     """
 
     job: str
@@ -39,6 +41,7 @@ class Window:
     end_s: float
     step_s: float
     values_RMT: NDArray[np.float32]
+    foreign_units: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shape = (len(self.ranks), len(self.metrics))
@@ -63,6 +66,10 @@ class Window:
     def stamps_T(self) -> NDArray[np.float64]:
         """(T,) stamps of the columns, seconds since the epoch."""
         return self.end_s - self.step_s * np.arange(self.values_RMT.shape[2] - 1, -1, -1, dtype=np.float64)
+
+    def unit(self, metric: str) -> str:
+        """Return the base unit of a metric, "" where nobody told it."""
+        return BY_COLUMN[metric].unit if metric in BY_COLUMN else self.foreign_units.get(metric, "")
 
     def has(self, metric: str) -> bool:
         """Whether the window carries `metric` at all (it may still be all NaN)."""

@@ -15,6 +15,7 @@ import pytest
 from eagleeye import charts
 from eagleeye.cli import main
 from eagleeye.errors import DataError, NoData
+from eagleeye.quantities import quantity
 from eagleeye.records import (
     Action,
     ActionKind,
@@ -350,7 +351,7 @@ def test_pages_stay_small(ranks: int, columns: int, most_bytes: int) -> None:
     ],
 )  # fmt: skip
 def test_quantities_are_written_for_people(value: float, unit: str, written: str) -> None:
-    assert charts.quantity(value, unit) == written
+    assert quantity(value, unit) == written
 
 
 def test_the_clock_counts_minutes_and_then_hours() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagleeye.detectors.peers import MIN_PEERS
-from eagleeye.metrics import BY_COLUMN
+from eagleeye.quantities import quantity
 from eagleeye.records import Category
 from eagleeye.window import Window
 
@@ -29,14 +29,13 @@ def category(evidence: Sequence[str]) -> Category:
 
 
 def describe(window: Window, rank: int, metrics: Sequence[str], points: int = 2) -> str:
-    """Return what the rank at index `rank` does differently, for example ``gpu_sm_clock_hertz 9.45e+08 (peers 1.41e+09)``."""
+    """Return what the rank at index `rank` does differently, for example ``gpu_sm_clock_hertz 945 MHz (peers 1.41 GHz)``."""
     parts = []
     peers = [i for i, group in enumerate(window.groups) if group == window.groups[rank] and i != rank]
     for metric in dict.fromkeys(m for m in metrics if m and window.has(m)):
         recent = window.column_RT(metric)[:, -points:]
         own, others = recent[rank], recent[peers]
         if np.isfinite(own).any() and np.isfinite(others).any() and len(peers) >= MIN_PEERS - 1:
-            unit = BY_COLUMN[metric].unit if metric in BY_COLUMN else ""
-            name = metric if unit in ("1", "", "steps") or metric.endswith(unit) else f"{metric}"
-            parts.append(f"{name} {np.nanmedian(own):.3g} (peers {np.nanmedian(others):.3g})")
+            mine, theirs = (quantity(float(np.nanmedian(v)), window.unit(metric)) for v in (own, others))
+            parts.append(f"{metric} {mine} (peers {theirs})")
     return ", ".join(parts)

@@ -93,51 +93,45 @@ def fit_scale(windows: Sequence[Window]) -> Scale:
             scale_M[m] = np.nan
             continue
         spread = 1.4826 * float(np.median(np.abs(deviations)))
-        scale_M[m] = max(spread, MAGNITUDE_FLOOR_RATIO * float(np.quantile(size, 0.9)), _noise(metric))
+        scale_M[m] = max(
+            spread, MAGNITUDE_FLOOR_RATIO * float(np.quantile(size, 0.9)), max(_noise(metric, w.unit(metric)) for w in windows)
+        )
     if not np.isfinite(scale_M).any():
         raise NoData(f"job {windows[0].job}: no group of {MIN_PEERS} ranks that do the same work, so nobody can be compared")
     kept = np.isfinite(scale_M)
     return Scale(tuple(m for m, k in zip(metrics, kept, strict=True) if k), scale_M[kept])
 
 
-def _noise(metric: str) -> float:
+def _noise(metric: str, unit: str) -> float:
     known = BY_COLUMN.get(metric)
-    if known is None:
-        return 1e-9
-    return ABSOLUTE_FLOOR.get(known.unit, 1e-9) if known.noise is None else known.noise
+    return known.noise if known and known.noise is not None else ABSOLUTE_FLOOR.get(unit, 1e-9)
 
 
 def prepare(window: Window, scale: Scale, offset_RM: NDArray[np.float32]) -> Window:
     """Return a window of the scale's metrics in robust standard deviations from the peers.
 
-    The median of three neighbouring instants removes what a single scrape did; a gap is bridged by the last value before it,
-    but a rank that was observed in less than half of the instants stays NaN.
+    Every instant becomes the median of the newest three observed values: this removes what a single scrape did, and bridges
+    gaps. A rank that was observed in less than half of the instants, or in none of the last three, stays NaN.
     """
     picked = window.select(scale.metrics)
     scale_M = scale.scale_M.astype(np.float32)
     scaled: NDArray[np.float32] = (differences_RMT(picked) - offset_RM[:, :, None]) / scale_M[None, :, None]
-    return replace(picked, values_RMT=_median_of_three(_bridged(scaled)))
+    return replace(picked, values_RMT=_median_of_newest_three(scaled))
 
 
-def _bridged(values_RMT: NDArray[np.float32]) -> NDArray[np.float32]:
+def _median_of_newest_three(values_RMT: NDArray[np.float32]) -> NDArray[np.float32]:
     observed = np.isfinite(values_RMT)
-    if observed.all():
-        return values_RMT
     T = values_RMT.shape[2]
     newest = np.maximum.accumulate(np.where(observed, np.arange(T), -1), axis=2)
     first = np.argmax(observed, axis=2)[:, :, None]
-    filled = np.take_along_axis(values_RMT, np.where(newest < 0, first, newest), axis=2)
-    filled[observed.mean(axis=2) < 0.5] = np.nan
-    # a rank whose newest instants are missing is unknown now, whatever it did before
-    filled[~observed[:, :, -min(3, T) :].any(axis=2)] = np.nan
-    return filled
-
-
-def _median_of_three(values_RMT: NDArray[np.float32]) -> NDArray[np.float32]:
-    if values_RMT.shape[2] < 3:
-        return values_RMT
-    a, b, c = values_RMT[:, :, :-2], values_RMT[:, :, 1:-1], values_RMT[:, :, 2:]
-    out = values_RMT.copy()
-    out[:, :, 2:] = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
+    a = np.where(newest < 0, first, newest)
+    b = np.take_along_axis(a, np.maximum(a - 1, 0), axis=2)
+    c = np.take_along_axis(a, np.maximum(b - 1, 0), axis=2)
+    x, y, z = (np.take_along_axis(values_RMT, i, axis=2) for i in (a, b, c))
+    out = np.maximum(np.minimum(x, y), np.minimum(np.maximum(x, y), z))
+    # the first instants have no three values before them, and no single one of them may stand for them
     out[:, :, :2] = out[:, :, 2:3]
+    out[observed.mean(axis=2) < 0.5] = np.nan
+    # a rank whose newest instants are missing is unknown now, whatever it did before
+    out[~observed[:, :, -min(3, T) :].any(axis=2)] = np.nan
     return out

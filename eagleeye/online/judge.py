@@ -49,6 +49,13 @@ class Settings:
         return rules.Limits(stall_s=self.stall_s, log_lines=self.log_lines)
 
 
+STRONG = 2.0
+"""Twice the threshold needs no patience beyond `confirm_s`."""
+
+MEMORY_POINTS = 15
+"""No detector's newest stretch reaches further back, the median of three included."""
+
+
 @dataclass(slots=True)
 class Judge:
     """Remembers of one job what it learned in its first minutes and what the last tick said.
@@ -136,7 +143,7 @@ class Judge:
         if not ballot.judged:
             why = "; ".join(f"{s.detector}: {s.abstained}" for s in self.scores if s.abstained)
             return self._say(window, Decision.UNSURE, why or "too few detectors could judge", votes=ballot.votes)
-        suspects = [i for i in ballot.suspects if self._confirmed(window, window.nodes[i])]
+        suspects = [i for i in ballot.suspects if self._confirmed(window, window.nodes[i], float(ballot.strength_R[i]))]
         if not suspects:
             return self._say(window, Decision.NORMAL, "no rank differs from its peers", votes=ballot.votes)
         nodes = sorted({window.nodes[i] for i in suspects})
@@ -168,9 +175,14 @@ class Judge:
             suspects=named,
         )
 
-    def _confirmed(self, window: Window, node: str) -> bool:
-        """Whether the node was suspected for long enough; one odd tick convicts nobody, however long a tick is."""
-        return window.end_s - self._since_s[node] >= max(self.settings.confirm_s, 1e-3)
+    def _confirmed(self, window: Window, node: str, strength: float) -> bool:
+        """Whether the node was suspected for long enough.
+
+        One odd tick convicts nobody, however long a tick is. A weak suspicion must outlive what the detectors remember, or a
+        single odd moment, seen by tick after tick, would look like a lasting one.
+        """
+        lasting_s = self.settings.confirm_s if strength >= STRONG else max(self.settings.confirm_s, MEMORY_POINTS * window.step_s)
+        return window.end_s - self._since_s[node] >= max(lasting_s, 1e-3)
 
     def _by_rule(self, window: Window, finding: rules.Finding) -> Verdict:
         """A rule speaks without a vote; where it knows the node alone, the rank there with the strongest score stands for it."""

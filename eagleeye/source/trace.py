@@ -76,6 +76,7 @@ class TraceSource:
         self.nodes: tuple[str, ...] = tuple(str(place["node"]) for place in places)
         self.groups: tuple[str, ...] = tuple(str(place.get("group", "")) for place in places)
         measured: tuple[str, ...] = tuple(about["metrics"])
+        self._units: dict[str, str] = {name: unit for name, unit in about["metrics"].items() if name not in BY_COLUMN}
 
         at_N, rank_N, values_NM = _rows(self.folder / "metrics.parquet", measured)
         row_N = np.searchsorted(self.ranks, rank_N)
@@ -151,7 +152,7 @@ class TraceSource:
             a, b = max(first, 0), min(stop, T)
             values_RMT[:, :, a - first : b - first] = self._values_RMT[:, :, a:b]
         last_s = self._start_s + (stop - 1) * self._step_s
-        return Window(self.job, self.ranks, self.nodes, self.groups, self.metrics, last_s, self._step_s, values_RMT)
+        return Window(self.job, self.ranks, self.nodes, self.groups, self.metrics, last_s, self._step_s, values_RMT, self._units)
 
     def history(self, start_s: float, end_s: float, length_s: float, progress: Progress | None = None) -> Iterator[Window]:
         """See `Source.history`."""
@@ -209,7 +210,7 @@ class TraceWriter:
         self._job = ""
         self._step_s = 0.0
         self._next_s = -math.inf
-        self._metrics: dict[str, None] = {}
+        self._metrics: dict[str, str] = {}
         self._places: dict[int, tuple[str, str]] = {}
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +238,7 @@ class TraceWriter:
             raise ValueError("windows of a trace are of one job, with one step, one after the other")
         self._job, self._step_s = window.job, window.step_s
         self._next_s = window.end_s + window.step_s / 2
-        self._metrics.update(dict.fromkeys(window.metrics))
+        self._metrics.update({name: window.unit(name) or "1" for name in window.metrics})
         for rank, node, group in zip(window.ranks, window.nodes, window.groups, strict=True):
             self._places[rank] = (node, group)
         T = window.values_RMT.shape[2]
@@ -269,7 +270,7 @@ class TraceWriter:
             "ranks": [
                 {"rank": rank, "node": node, "gpu": None, "group": group} for rank, (node, group) in sorted(self._places.items())
             ],
-            "metrics": {name: BY_COLUMN[name].unit if name in BY_COLUMN else "1" for name in metrics},
+            "metrics": {name: self._metrics[name] for name in metrics},
         }
         with self._guarded():
             with (self._spool / "metrics.parquet").open("wb") as file:

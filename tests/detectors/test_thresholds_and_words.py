@@ -44,5 +44,5 @@ def test_evidence_points_to_a_category(evidence, category):
 def test_words_compare_a_rank_with_its_peers(job, alter):
     window = alter(job(ranks=4), lambda values_RMT: values_RMT[1, 0].fill(100.0))
     words = diagnosis.describe(window, 1, ["gpu_power_watts", "gpu_power_watts", "absent", ""])
-    assert words.startswith("gpu_power_watts 100 (peers ")
+    assert words.startswith("gpu_power_watts 100 W (peers ")
     assert words.count("peers") == 1

@@ -124,7 +124,7 @@ def test_a_broken_trace_is_known_before_anything_is_written(traces: Path, tmp_pa
 
 def test_a_folder_that_cannot_be_written(traces: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(EnvironmentLacks, match=r"cannot write .*cut\.jsonl: .*; free some space or choose another --out-dir"):
+    with pytest.raises(EnvironmentLacks, match=r"cannot write .*cut\.jsonl: .*; free some space or choose another place"):
         replay([traces / "cut"], tmp_path / "file" / "out", SETTINGS)
 
 
