@@ -120,7 +120,7 @@ class Verdict:
 class Incident:
     """Anomalous verdicts of one job about the same nodes, from the first to the last.
 
-    `nodes` is empty when the whole job is concerned. `id` is a function of job, nodes and `opened_s`.
+    `nodes` is empty when the whole job is concerned. `rule` names the rule that decided without a vote, if one did. `id` is a function of job, nodes and `opened_s`.
     """
 
     id: str
@@ -134,6 +134,7 @@ class Incident:
     reason: str
     verdict_count: int = 1
     closed_s: float | None = None
+    rule: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from eagleeye.records import Action, ActionKind, Category, Incident, Plan
 
+LOG_BURST = "log_burst"
+"""The rule that rests on error lines alone, which the user's own code may write."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -36,6 +39,8 @@ def plan(incident: Incident, settings: Settings) -> Plan | None:
         return Plan(
             incident.id, incident.job, (notify,), f"the job's own code failed, another node would not help: {incident.reason}"
         )
+    if incident.rule == LOG_BURST:
+        return Plan(incident.id, incident.job, (notify,), f"lines of a log alone take nobody out: {incident.reason}")
     if len(incident.nodes) > settings.max_nodes:
         reason = f"{len(incident.nodes)} nodes are suspected and at most {settings.max_nodes} may be taken out: {incident.reason}"
         return Plan(incident.id, incident.job, (notify,), reason)

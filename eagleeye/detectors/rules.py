@@ -163,7 +163,7 @@ def _stalled(window: Window, limits: Limits) -> Finding | None:
     signs = (
         (_all_of_last_R(window, "process_stopped_ratio", 2, lambda v: v > 0.9), "its process is stopped"),
         (heartbeat_R > limits.stall_s / 2, "its process shows no sign of life"),
-        (count_R < np.nanmax(count_R) if np.isfinite(count_R).any() else np.zeros_like(seen_R), "it is steps behind the others"),
+        (count_R < _newest_count(count_R) - 1, "it is steps behind the others"),
         (
             outside_R if in_collective_R.any() else np.zeros_like(seen_R),
             "the others wait for it in a collective that it has not entered",
@@ -176,6 +176,11 @@ def _stalled(window: Window, limits: Limits) -> Finding | None:
             named = ", ".join(f"rank {window.ranks[i]} on {window.nodes[i]}" for i in ranks)
             return Finding("stalled", Category.HANG, Scope.RANK, ranks, f"{stands}; {named}: {why}")
     return Finding("stalled", Category.HANG, Scope.JOB, (), f"{stands}, and nothing tells the ranks apart")
+
+
+def _newest_count(count_R: NDArray[np.float64]) -> float:
+    """Steps of the rank that is furthest; one step between ranks is nothing, they do not finish it in one instant."""
+    return float(np.nanmax(count_R)) if np.isfinite(count_R).any() else np.nan
 
 
 def _log_burst(window: Window, limits: Limits) -> Finding | None:

@@ -38,6 +38,7 @@ def advance(incidents: Sequence[Incident], verdict: Verdict, quiet_s: float = QU
             ranks=ranks if learned else incident.ranks,
             reason=verdict.reason if learned else incident.reason,
             category=(verdict.category or Category.UNKNOWN) if learned else incident.category,
+            rule=verdict.rule if learned else incident.rule,
             last_anomalous_s=verdict.to_s,
             verdict_count=incident.verdict_count + 1,
         )
@@ -52,6 +53,7 @@ def advance(incidents: Sequence[Incident], verdict: Verdict, quiet_s: float = QU
         state=IncidentState.OPEN,
         category=verdict.category or Category.UNKNOWN,
         reason=verdict.reason,
+        rule=verdict.rule,
     )
     return (*incidents, opened)
 

@@ -102,17 +102,13 @@ class Judge:
         if idle and finding is None:
             return self._say(window, Decision.NOT_APPLICABLE, idle)
         waiting = self._learn(window)
-        if waiting is None:
-            verdict = self._by_vote(window)
-            silent = applicability.missing(window, share=0.0)
-            if verdict.decision is Decision.NORMAL and silent and finding is None:
-                return self._say(window, Decision.UNSURE, silent, votes=dict(verdict.votes))
-            if verdict.decision is not Decision.NORMAL or finding is None:
-                return verdict
-        elif finding is None:
-            return self._say(window, Decision.UNSURE, waiting)
-        assert finding is not None
-        return self._by_rule(window, finding)
+        verdict = self._say(window, Decision.UNSURE, waiting) if waiting else self._by_vote(window)
+        if finding and verdict.decision is not Decision.ANOMALOUS:
+            return self._by_rule(window, finding)
+        silent = applicability.missing(window, share=0.0)
+        if silent and verdict.decision is Decision.NORMAL:
+            return self._say(window, Decision.UNSURE, silent, votes=dict(verdict.votes))
+        return verdict
 
     def _learn(self, window: Window) -> str | None:
         """Learn the job's own normal work once there is enough; return why it is not there yet, or None."""

@@ -1,5 +1,7 @@
 """The policy: which incidents take a node out, and which are only told."""
 
+from dataclasses import replace
+
 import pytest
 
 from eagleeye.actions.policy import Settings, plan
@@ -44,6 +46,13 @@ def test_truth_table(
     assert (made and [(a.kind.value, a.target) for a in made.actions], made and made.reason) == (expected, reason)
     if made:
         assert (made.incident_id, made.job) == ("a1b2", "llm")
+
+
+def test_lines_of_a_log_alone_take_nobody_out() -> None:
+    made = plan(replace(incident(("n3",), Category.UNKNOWN, 9), rule="log_burst"), Settings())
+    assert made is not None
+    assert [a.kind for a in made.actions] == [ActionKind.NOTIFY]
+    assert made.reason == "lines of a log alone take nobody out: why"
 
 
 def test_more_verdicts_may_be_asked_for() -> None:

@@ -177,7 +177,7 @@ def standing(facts: Facts, age: list[float] | None = None, phase: list[float] | 
     [
         ({"process_stopped_ratio": [0, 0, 1, 0]}, "its process is stopped"),
         ({"train_heartbeat_age_seconds": [0.5, 0.5, 20, 0.5]}, "its process shows no sign of life"),
-        ({"train_step_count": [8, 8, 7, 8]}, "it is steps behind the others"),
+        ({"train_step_count": [8, 9, 6, 8]}, "it is steps behind the others"),
         ({"train_collective_ratio": [1, 1, 0, 1]}, "the others wait for it in a collective that it has not entered"),
     ],
 )
@@ -194,6 +194,7 @@ def test_a_job_stands_still_because_of_one(facts: Facts, columns: dict[str, list
         {"process_stopped_ratio": [1, 1, 1, 0]},  # most are stopped
         {"train_heartbeat_age_seconds": [20, 20, 20, 20]},
         {"train_step_count": [8, 8, 8, 8]},
+        {"train_step_count": [8, 8, 7, 8]},  # one step apart is nothing
         {"train_collective_ratio": [0, 0, 0, 0]},  # nobody waits
         {"train_collective_ratio": [1, 1, 1, 1]},  # all wait
         {"train_collective_ratio": [[1] * 6, [1] * 6, [0, 0, 0, 0, 1, 0], [1] * 6]},  # in and out
