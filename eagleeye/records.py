@@ -120,7 +120,8 @@ class Verdict:
 class Incident:
     """Anomalous verdicts of one job about the same nodes, from the first to the last.
 
-    `nodes` is empty when the whole job is concerned. `rule` names the rule that decided without a vote, if one did. `id` is a function of job, nodes and `opened_s`.
+    `nodes` is empty when the whole job is concerned. `rule` names the rule that decided without a vote, if one did. `id` is a
+    function of job, nodes and `opened_s`.
     """
 
     id: str
