@@ -35,6 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _file(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the parsed settings file that --config names, or the default one."""
+    from pathlib import Path
+
+    from eagleeye import config
+
+    return config.read(Path(options.config) if options.config else None)
+
+
 def _export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", help="name of this node; default $EAGLEEYE_NODE, $NODE_NAME, or the host name")
     parser.add_argument("--address", help="address to serve on; default 0.0.0.0, that is all")
@@ -48,14 +57,13 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from pathlib import Path
 
     from eagleeye import config
     from eagleeye.collect.base import Settings
     from eagleeye.collect.exporter import serve
 
     names = ("node", "address", "port", "job", "logs", "run_dir", "collectors", "proc_root", "sys_root")
-    data = config.read(Path(options.config) if options.config else None)
+    data = _file(options)
     return serve(config.settings(Settings, "collect", data, {name: getattr(options, name) for name in names}))
 
 
@@ -79,7 +87,7 @@ def _record(options: argparse.Namespace) -> int:
     from eagleeye.source.record import record
 
     duration_s = config.duration_s(options.duration)
-    data = config.read(Path(options.config) if options.config else None)
+    data = _file(options)
     flags: dict[str, object] = {"targets": options.targets, "prometheus": options.prometheus, "interval_s": options.interval}
     if options.targets or options.prometheus:  # the flag replaces whatever the file reads from
         flags |= {"targets": options.targets or "", "prometheus": options.prometheus or ""}
@@ -124,7 +132,7 @@ def _score(options: argparse.Namespace) -> int:
     from eagleeye import config
     from eagleeye.online.judge import Settings
 
-    data = config.read(Path(options.config) if options.config else None)
+    data = _file(options)
     flags = {
         "learn_s": options.learn,
         "tick_s": options.tick,
@@ -214,7 +222,7 @@ def _remediate(options: argparse.Namespace) -> int:
     from eagleeye.clock import SystemClock
 
     interval_s = config.duration_s(options.interval)
-    data = config.read(Path(options.config) if options.config else None)
+    data = _file(options)
     settings = config.settings(Settings, "actions", data, {"journal": options.journal})
     backend = plugins.load("backend", settings.backend)()
     journal, clock = Journal(Path(settings.journal)), SystemClock()
@@ -257,7 +265,7 @@ def _report(options: argparse.Namespace) -> int:
     from eagleeye.records import Incident
     from eagleeye.source.trace import TraceSource
 
-    data = config.read(Path(options.config) if options.config else None)
+    data = _file(options)
     settings = config.settings(policy.Settings, "actions", data)
     source = TraceSource(options.trace)
     first_s, last_s = float(source.stamps_s[0]), float(source.stamps_s[-1])
@@ -322,7 +330,7 @@ def _train(options: argparse.Namespace) -> int:
     from eagleeye.offline.train import train
     from eagleeye.source.base import Settings, open_source
 
-    data = config.read(Path(options.config) if options.config else None)
+    data = _file(options)
     settings = config.settings(
         models.Settings, "offline", data, {"window_s": options.window, "tracking_uri": options.tracking_uri}
     )
@@ -361,11 +369,10 @@ def _promote_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _promote(options: argparse.Namespace) -> int:
-    from pathlib import Path
 
     from eagleeye import config, models
 
-    data = config.read(Path(options.config) if options.config else None)
+    data = _file(options)
     settings = config.settings(models.Settings, "offline", data, {"tracking_uri": options.tracking_uri})
     version, before = models.promote(settings, options.version)
     print(f"version {version} is champion now; before it was " + (f"version {before}" if before else "none"))
@@ -405,7 +412,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"cannot write {error.filename}: {error.strerror}") from None
     if options.track:
-        data = config.read(Path(options.config) if options.config else None)
+        data = _file(options)
         settings = config.settings(models.Settings, "offline", data, {"tracking_uri": options.tracking_uri})
         print(f"run {evaluate.track(results, settings, Path(options.verdicts))} in {settings.uri}", file=sys.stderr)
     for sentence in missed:

@@ -4,10 +4,11 @@ import abc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from eagleeye.clock import Clock
-from eagleeye.errors import ConfigError
+from eagleeye.errors import ConfigError, NoData
 from eagleeye.source.series import MARGIN_STEPS, Block, assemble, jobs_in
 from eagleeye.window import Window
 
@@ -145,11 +146,15 @@ def open_source(settings: Settings, clock: Clock) -> Source:
     ------
     ConfigError
         They name none.
+    NoData
+        They name a history alone, and it is not there.
     """
     if settings.prometheus:
         from eagleeye.source.prometheus import PrometheusSource
 
         return PrometheusSource(settings, clock)
+    if settings.history_dir and not settings.targets and not Path(settings.history_dir).is_dir():
+        raise NoData(f"there is no folder {settings.history_dir}; a scorer with [source] history_dir fills it")
     if settings.targets or settings.history_dir:
         from eagleeye.source.exporters import ExporterSource
 

@@ -277,3 +277,8 @@ def test_a_real_exporter_of_a_real_process(tmp_path):
         worker.kill()
         worker.wait()
         exporter.close()
+
+
+def test_a_history_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NoData, match="there is no folder"):
+        open_source(Settings(history_dir=str(tmp_path / "nowhere")), ManualClock())
