@@ -27,14 +27,20 @@ def not_applicable(window: Window) -> str | None:
             return f"the job {PHASES.get(int(np.median(phases[phases != 1])), 'is in a phase of its own')}"
     # a job that counts its steps and waits is slow or stands still, which the rules see; it is not idle
     steps = window.has("train_step_age_seconds") and np.isfinite(window.column_RT("train_step_age_seconds")[:, -1]).any()
-    for metric in ("gpu_utilization_ratio",) if steps else ("gpu_utilization_ratio", "process_cpu_ratio"):
-        if window.has(metric):
-            recent = window.column_RT(metric)[:, -RECENT_POINTS:]
-            seen = np.asarray(np.isfinite(recent).any(axis=1))
-            if seen.any():
-                use = np.nanmean(recent[seen], axis=1)
-                return f"the job is idle (median {metric} {np.median(use):.2f})" if np.median(use) < BUSY_RATIO else None
+    for metric in _use_metrics(window, steps=bool(steps)):
+        recent = window.column_RT(metric)[:, -RECENT_POINTS:]
+        seen = np.asarray(np.isfinite(recent).any(axis=1))
+        if seen.any():
+            use = float(np.median(np.nanmean(recent[seen], axis=1)))
+            return f"the job is idle (median {metric} {use:.2f})" if use < BUSY_RATIO else None
     return None
+
+
+def _use_metrics(window: Window, *, steps: bool) -> list[str]:
+    """Names of the metrics that tell whether the job works, the surest first; other exporters' names count by their words."""
+    foreign = sorted(m for m in window.foreign_units if window.unit(m) == "1" and ("utilization" in m or "busy" in m))
+    names = ["gpu_utilization_ratio", *foreign, *([] if steps else ["process_cpu_ratio"])]
+    return [name for name in names if window.has(name)]
 
 
 def missing(window: Window, share: float = 0.5) -> str | None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -76,3 +77,9 @@ def test_what_others_say_of_a_rank_is_no_sign_of_life(facts: Facts) -> None:
     columns = {"gpu_power_watts": [GONE, GONE, HERE], "log_errors": [HERE] * 3, "process_up": [HERE] * 3}
     assert missing(facts(columns)) == "2 of 3 ranks sent nothing in the last 15 s"
     assert missing(facts({"log_errors": [HERE] * 3})) is None, "where there is nothing else, it must do"
+
+
+@pytest.mark.parametrize(("use", "said"), [(0.01, "the job is idle (median cpu_busy_ratio 0.01)"), (0.6, None)])
+def test_a_foreign_name_tells_whether_the_job_works(facts: Facts, use: float, said: str | None) -> None:
+    window = replace(facts({"cpu_busy_ratio": [use] * 4}), foreign_units={"cpu_busy_ratio": "1"})
+    assert not_applicable(window) == said
