@@ -25,7 +25,7 @@ from eagleeye.actions.journal import Journal
 from eagleeye.clock import SystemClock, monotonic_s
 from eagleeye.errors import EagleEyeError, EnvironmentLacks
 from eagleeye.files import write_whole
-from eagleeye.records import Incident, Verdict, from_json
+from eagleeye.records import ActionKind, Incident, Verdict, from_json
 from eagleeye.report import Report, Truth, render
 from eagleeye.source.base import Settings, open_source
 from eagleeye.window import Window
@@ -101,7 +101,9 @@ def run(options: argparse.Namespace) -> int:
         with watchers(targets, prometheus, options.learn) as (scorer_url, recorded, processes):
             say(story, f"verdicts are served on {scorer_url}/api/v1/jobs/{cluster.job} while the demo runs")
             watch(story, clock, scorer_url, cluster, options)
-            incidents = [from_json(Incident, item) for item in (ask(scorer_url, "incidents") or {}).get("incidents", [])]
+            known = [from_json(Incident, item) for item in (ask(scorer_url, "incidents") or {}).get("incidents", [])]
+            # exporters see every process of this machine, so another job that runs here is watched, too
+            incidents = [incident for incident in known if incident.job == cluster.job]
             for item in (ask(scorer_url, f"jobs/{cluster.job}/verdicts?last=2000") or {}).get("verdicts", []):
                 story.add(from_json(Verdict, item), clock.now_s())
             end(processes)
@@ -219,15 +221,16 @@ def whole_run(job: str, recorded: Settings, story: Story, clock: SystemClock) ->
 def tell(options: argparse.Namespace, story: Story, setup: str, incidents: list[Incident], window: Window) -> int:
     """Write the report, print the timeline and the result; return the exit code."""
     journal = Journal(RUN_DIR / "journal.db")
-    plans, outcomes = journal.plans(), journal.outcomes()
+    ids = {incident.id for incident in incidents}
+    plans = [plan for plan in journal.plans() if plan.incident_id in ids]
+    outcomes = [outcome for outcome in journal.outcomes() if outcome.operation_id.partition("-")[0] in ids]
     journal.close()
     fault, blamed = story.fault, story.blamed
     culprit = blamed.suspects[0] if blamed else None
     right = (culprit.node if culprit else None) == (fault.node if fault else None)
     detect_s = round(story.blamed_seen_s - fault.at_s, 1) if fault and blamed else None
-    decision = "none"
-    if plans:
-        decision = "evict" if any(a.kind.value == "evict" for a in plans[0].actions) else "notify"
+    decided = {action.kind for plan in plans for action in plan.actions}
+    decision = next((kind.value for kind in (ActionKind.EVICT, ActionKind.NOTIFY) if kind in decided), "none")
     truth = Truth("none", how="Nothing was broken on purpose.")
     if fault:
         truth = Truth(fault.fault, fault.node, fault.rank, fault.how, fault.at_s)
