@@ -77,6 +77,8 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "gpu_sm_clock_hertz",
         "Clock of the streaming multiprocessors.",
         "min",
+        compared=False,
+        noise=3.0,
     ),
     # InfiniBand and RoCE ports, from /sys/class/infiniband
     Metric(
@@ -254,7 +256,14 @@ CATALOGUE: tuple[Metric, ...] = (
         compared=False,
     ),
     Metric(
-        "train_step_seconds", "seconds", "rank", "gauge", PREFIX + "train_step_seconds", "Duration of the newest step.", "max"
+        "train_step_seconds",
+        "seconds",
+        "rank",
+        "gauge",
+        PREFIX + "train_step_seconds",
+        "Duration of the newest step.",
+        "max",
+        compared=False,
     ),
     Metric(
         "train_compute_seconds",

@@ -16,6 +16,10 @@ class Settings:
     """Nodes that one plan may take out. An incident with more is told to a human."""
     min_verdicts: int = 2
     """Anomalous verdicts that an incident needs before anything but a notification is planned."""
+    patience_s: float = 10.0
+    """How long the detectors must go on blaming a node, after the first verdict, before it is taken out; rules need no
+    such time.
+    """
     journal: str = "eagleeye-data/journal.db"
     """SQLite file that records plans and outcomes."""
     backend: str = "dryrun"
@@ -45,6 +49,8 @@ def plan(incident: Incident, settings: Settings) -> Plan | None:
         reason = f"{len(incident.nodes)} nodes are suspected and at most {settings.max_nodes} may be taken out: {incident.reason}"
         return Plan(incident.id, incident.job, (notify,), reason)
     if incident.verdict_count < settings.min_verdicts:
+        return None
+    if incident.rule is None and incident.last_anomalous_s - incident.opened_s < settings.patience_s:
         return None
     steps = [notify]
     for node in incident.nodes:

@@ -45,16 +45,17 @@ _HARMLESS = re.compile(
 )
 _HARDWARE = re.compile(
     r"""(?ix)
-    \buncorrect(?:able|ed)\b (?!(?:\s+\w+){0,3}\s*[:=]\s*0\b)
+    \buncorrect(?:able|ed)\b (?!(?:\s+\w+){0,3}\s*[:=]?\s*(?:0|none|no)\b)
     | \bdouble[ -]bit\ (?:ecc\ )?errors?\b
     | \bfallen\ off\ the\ bus\b
     | \bgpu\ (?:is\ )?lost\b
-    | \b(?:nv)?link\ (?:is\ |state\ |went\ )*(?:down|failed|failure)\b
     | \bhardware\ error\b
-    | \b(?:buffer\ )?i/o\ error,\ dev\b
-    | \bthermal\ (?:shutdown|trip)\b
+    | \bthermal\ shutdown\b
     """
 )
+_CORRECTED = re.compile(r"(?i)(?<!un)\bcorrect(?:ed|able)\b")
+"""What the hardware mended itself is no fault, whatever the line is called."""
+
 _COMMUNICATION = re.compile(
     r"""(?ix)
     \bwatchdog\ caught\ collective\b
@@ -109,8 +110,9 @@ def classify(text: str) -> str | None:
         return "hardware" if int(xid.group(1)) in FATAL_XIDS else "error"
     if _QUIET.search(text[:160]):
         return None
+    mended = _CORRECTED.search(text)
     text = _HARMLESS.sub(" ", text)
-    if _HARDWARE.search(text):
+    if _HARDWARE.search(text) and not mended:
         return "hardware"
     if _COMMUNICATION.search(text):
         return "communication"

@@ -6,13 +6,16 @@ TRANSOM section IV says itself that its detectors only suit busy jobs, and flags
 import numpy as np
 
 from eagleeye.detectors.peers import compared
-from eagleeye.detectors.rules import ended
+from eagleeye.detectors.rules import TRAINING, ended
 from eagleeye.window import Window
 
 BUSY_RATIO = 0.05
 """Below this share of use of its GPU (or of a CPU) in the median rank, a job does not work."""
 
 RECENT_POINTS = 6
+MEMORY_POINTS = 15
+"""No detector's newest stretch reaches further back, the median of three included."""
+
 PHASES = {0: "starts up", 2: "evaluates", 3: "writes a checkpoint", 4: "loads a checkpoint", 5: "has finished"}
 
 
@@ -21,10 +24,11 @@ def not_applicable(window: Window) -> str | None:
     if ended(window):
         return "the job has ended"
     if window.has("train_phase"):
-        phases = window.column_RT("train_phase")[:, -1]
-        phases = phases[np.isfinite(phases)]
-        if len(phases) and (phases != 1).mean() > 0.5:
-            return f"the job {PHASES.get(int(np.median(phases[phases != 1])), 'is in a phase of its own')}"
+        # what the detectors still remember counts, and one rank in another phase makes the comparison meaningless
+        phases = window.column_RT("train_phase")[:, -MEMORY_POINTS:]
+        others = phases[np.isfinite(phases) & (phases != TRAINING)]
+        if len(others):
+            return f"a rank {PHASES.get(int(others[-1]), 'is in a phase of its own')}, or did a moment ago"
     # a job that counts its steps and waits is slow or stands still, which the rules see; it is not idle
     steps = window.has("train_step_age_seconds") and np.isfinite(window.column_RT("train_step_age_seconds")[:, -1]).any()
     for metric in _use_metrics(window, steps=bool(steps)):
@@ -44,12 +48,13 @@ def _use_metrics(window: Window, *, steps: bool) -> list[str]:
 
 
 def missing(window: Window, share: float = 0.5) -> str | None:
-    """Return a sentence when at least `share` of the ranks sent nothing in the newest instants, else None.
+    """Return a sentence when at least `share` of the ranks sent less than half of what others send, else None.
 
     What is not known is not normal. Facts that others report about a rank (the log of its node, say) are no sign of life.
     """
     signals = [window.metrics.index(m) for m in compared(window)] or list(range(len(window.metrics)))
-    silent_R = ~np.asarray(np.isfinite(window.values_RMT[:, signals, -3:]).any(axis=(1, 2)))
+    seen_R = np.isfinite(window.values_RMT[:, signals, -3:]).any(axis=2).sum(axis=1)
+    silent_R = (seen_R == 0) | (seen_R < seen_R.max() / 2)
     if not silent_R.any() or silent_R.mean() < share:
         return None
-    return f"{int(silent_R.sum())} of {len(silent_R)} ranks sent nothing in the last {3 * window.step_s:.0f} s"
+    return f"{int(silent_R.sum())} of {len(silent_R)} ranks sent nothing, or little, in the last {3 * window.step_s:.0f} s"

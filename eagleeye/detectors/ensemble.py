@@ -49,6 +49,11 @@ class Ensemble:
         if not set(window.metrics) & set(self.scale.metrics):
             known = ", ".join(self.scale.metrics)
             raise ModelMismatch(f"job {window.job} has none of the model's metrics ({known}); train on such jobs")
+        if not 0.5 <= window.step_s / self.step_s <= 2.0:
+            raise ModelMismatch(
+                f"job {window.job} is sampled every {window.step_s:g} s and the model was fitted at {self.step_s:g} s; "
+                "train on such jobs, or score with --model none"
+            )
         prepared = prepare(window.last(PAST_POINTS * window.step_s), self.scale, offset_RM)
         return [detector.score(self.models[name], prepared) for name, detector in self.detectors.items()]
 

@@ -61,9 +61,8 @@ def _nanmedian(values_RMT: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def offsets_RM(window: Window) -> NDArray[np.float32]:
-    """Return (R, M) how far each rank permanently lies from its peers; zero where nothing was observed."""
-    differences = np.moveaxis(differences_RMT(window), 2, 0)
-    return np.nan_to_num(_nanmedian(differences), nan=0.0)
+    """Return (R, M) how far each rank permanently lies from its peers; NaN where nothing was observed, so nothing is known."""
+    return _nanmedian(np.moveaxis(differences_RMT(window), 2, 0))
 
 
 def fit_scale(windows: Sequence[Window]) -> Scale:

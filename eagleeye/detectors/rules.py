@@ -38,11 +38,15 @@ class Limits:
     """When the rules speak.
 
     `stall_s`: a job stands still when no rank finished a step for this long and for `stall_steps` times its usual step.
+    `hang_s`: signs that a rank which writes a checkpoint shows, too, count after this long.
+    `nameless_s`: a job that stands still is told without a name only after this long, since pauses are ordinary.
     `log_lines`: error lines of one node in the sliding window of its log.
     """
 
     stall_s: float = 10.0
     stall_steps: float = 6.0
+    hang_s: float = 300.0
+    nameless_s: float = 60.0
     log_lines: int = 10
 
 
@@ -121,6 +125,13 @@ def _process_lost(window: Window, limits: Limits) -> Finding | None:
     lost = np.flatnonzero(gone_R)
     communication_R = _newest_R(window, "log_communication_errors")
     own_R = _newest_R(window, "log_errors")
+    stuck_R = _newest_R(window, "train_step_age_seconds")[~gone_R] > limits.stall_s + 2 * window.step_s
+    if not (communication_R > 0).any() and not (len(stuck_R) and stuck_R.all()):
+        # nobody misses them: ranks also leave when a job ends, is cancelled, or goes on with fewer
+        if gone_R.all() and np.isnan(own_R).all():
+            reason = "every rank process vanished, and no log is watched that could tell why"
+            return Finding("process_lost", Category.UNKNOWN, Scope.JOB, (), reason)
+        return None
     # whoever complains of a lost peer is a victim; the culprit died without such a line
     silent = [i for i in lost if communication_R[i] == 0]
     victims = [i for i in lost if communication_R[i] > 0]
@@ -129,7 +140,7 @@ def _process_lost(window: Window, limits: Limits) -> Finding | None:
     if victims and len(silent) == 1:
         culprit, why = silent[0], "the others that vanished had logged a lost peer before, this one had not"
     elif lead_s > CLOCK_TOLERANCE_S and (len(order) > 1 or not gone_R.all()):
-        culprit, why = order[0], "it vanished first" if len(order) > 1 else "all other ranks are still there"
+        culprit, why = order[0], "it vanished first" if len(order) > 1 else "all other ranks are still there, and miss it"
     else:
         at_once = f"{len(lost)} rank processes vanished within {CLOCK_TOLERANCE_S:.0f} s of each other"
         reason = f"{at_once}, which tells nothing about who was first"
@@ -149,32 +160,41 @@ def _stalled(window: Window, limits: Limits) -> Finding | None:
     phase_R = _newest_R(window, "train_phase")
     if not seen_R.any() or ((phase_R != TRAINING) & np.isfinite(phase_R)).any() or (_newest_R(window, "process_up") == 0).any():
         return None
-    usual_s = 0.0
+    usual_s = longest_s = 0.0
     if window.has("train_step_seconds"):
         steps = window.column_RT("train_step_seconds")
-        usual_s = float(np.median(steps[np.isfinite(steps)])) if np.isfinite(steps).any() else 0.0
-    if age_R[seen_R].min() < max(limits.stall_s, limits.stall_steps * usual_s):
+        steps = steps[np.isfinite(steps)]
+        usual_s, longest_s = (float(np.median(steps)), float(np.max(steps))) if len(steps) else (0.0, 0.0)
+    stood_s = float(age_R[seen_R].min())
+    # a value may be as old as one interval between samples; after two, all samples were taken while the job stood
+    blur_s = 2 * window.step_s
+    if stood_s < max(limits.stall_s, limits.stall_steps * usual_s, 1.5 * longest_s) + blur_s:
         return None
-    stands = f"no rank finished a step for {age_R[seen_R].min():.0f} s (usually {usual_s:.2g} s)"
-    heartbeat_R = _newest_R(window, "train_heartbeat_age_seconds")
+    stands = f"no rank finished a step for {stood_s:.0f} s (usually {usual_s:.2g} s)"
     count_R = _newest_R(window, "train_step_count")
     in_collective_R = _all_of_last_R(window, "train_collective_ratio", 3, lambda v: v > 0)
     outside_R = _all_of_last_R(window, "train_collective_ratio", 3, lambda v: v == 0)
-    signs = (
+    signs = [
         (_all_of_last_R(window, "process_stopped_ratio", 2, lambda v: v > 0.9), "its process is stopped"),
-        (heartbeat_R > limits.stall_s / 2, "its process shows no sign of life"),
-        (count_R < _newest_count(count_R) - 1, "it is steps behind the others"),
         (
-            outside_R if in_collective_R.any() else np.zeros_like(seen_R),
-            "the others wait for it in a collective that it has not entered",
+            _newest_R(window, "train_heartbeat_age_seconds") > limits.stall_s / 2 + blur_s,
+            "its process shows no sign of life",
         ),
-    )
+    ]
+    if stood_s >= limits.hang_s:
+        # a rank that writes a checkpoint for all looks the same, so these two signs need time
+        signs += [
+            (count_R < _newest_count(count_R) - 1, "it is steps behind the others"),
+            (outside_R & in_collective_R.any(), "the others wait for it in a collective that it has not entered"),
+        ]
     for mask_R, why in signs:
         nodes = _nodes_where(window, mask_R)
         if _minority(window, nodes):
             ranks = tuple(int(i) for i in np.flatnonzero(mask_R))
             named = ", ".join(f"rank {window.ranks[i]} on {window.nodes[i]}" for i in ranks)
             return Finding("stalled", Category.HANG, Scope.RANK, ranks, f"{stands}; {named}: {why}")
+    if stood_s < limits.nameless_s:
+        return None
     return Finding("stalled", Category.HANG, Scope.JOB, (), f"{stands}, and nothing tells the ranks apart")
 
 

@@ -40,7 +40,8 @@ def advance(incidents: Sequence[Incident], verdict: Verdict, quiet_s: float = QU
             category=(verdict.category or Category.UNKNOWN) if learned else incident.category,
             rule=verdict.rule if learned else incident.rule,
             last_anomalous_s=verdict.to_s,
-            verdict_count=incident.verdict_count + 1,
+            # a verdict that names nobody is no further evidence against a node
+            verdict_count=1 if learned else incident.verdict_count + (bool(nodes) or not incident.nodes),
         )
         return (*incidents[:place], continued, *incidents[place + 1 :])
     opened = Incident(

@@ -1,6 +1,6 @@
 """One job, tick by tick: window in, verdict out. The same code judges live jobs and replays."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ class Settings:
     """Alias or version in the registry; ``none`` learns each job from its own first minutes alone."""
     tick_s: float = 5.0
     """Time between two looks at a live job."""
-    confirm_s: float = 5.0
+    confirm_s: float = 10.0
     """A node is blamed by vote only when every tick of this long, and at least two, suspected it."""
     stall_s: float = 10.0
     """No finished step on any rank for this long (and for six usual steps) means that the job stands still."""
@@ -40,6 +40,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not 1 <= self.quorum <= len(ensemble.DETECTORS):
             raise ValueError(f"quorum must lie between 1 and {len(ensemble.DETECTORS)}, not {self.quorum}")
+        if self.log_lines < 1:
+            raise ValueError(f"log_lines must be at least 1, not {self.log_lines}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port {self.port} does not exist; use 0 to 65535")
 
@@ -51,9 +53,6 @@ class Settings:
 
 STRONG = 2.0
 """Twice the threshold needs no patience beyond `confirm_s`."""
-
-MEMORY_POINTS = 15
-"""No detector's newest stretch reaches further back, the median of three included."""
 
 
 @dataclass(slots=True)
@@ -72,6 +71,8 @@ class Judge:
     _last_s: float | None = None
     _own: Ensemble | None = None
     _since_s: dict[str, float] = field(default_factory=dict)
+    _fresh_since_s: dict[str, float] = field(default_factory=dict)
+    _cannot: str = ""
     scores: list[Score] = field(default_factory=list)
 
     def length_s(self, step_s: float) -> float:
@@ -117,13 +118,13 @@ class Judge:
         needed_s = max(self.settings.learn_s, ensemble.least_points() * window.step_s)
         watched_s = min(self._busy_s, window.end_s - window.start_s + window.step_s)
         if watched_s < needed_s - window.step_s / 2:
-            return f"learning what is normal for this job: {watched_s:.0f} of {needed_s:.0f} s"
+            return f"{self._cannot}learning what is normal for this job: {watched_s:.0f} of {needed_s:.0f} s"
         past = window.last(needed_s)
         try:
             self._own = self.model or ensemble.fit([past])
             self._offset_RM = self._own.job_offsets(past)
         except NoData as error:
-            self._busy_s = 0.0
+            self._busy_s, self._cannot = 0.0, f"{error}; "
             return str(error)
         return None
 
@@ -139,9 +140,14 @@ class Judge:
         if not ballot.judged:
             why = "; ".join(f"{s.detector}: {s.abstained}" for s in self.scores if s.abstained)
             return self._say(window, Decision.UNSURE, why or "too few detectors could judge", votes=ballot.votes)
+        fresh = replace(ballot, suspects=tuple(i for i in ballot.suspects if self._deviates_now(i)))
+        self._fresh_since_s = vote.suspected_since_s(self._fresh_since_s, fresh, window)
         suspects = [i for i in ballot.suspects if self._confirmed(window, window.nodes[i], float(ballot.strength_R[i]))]
-        if not suspects:
-            return self._say(window, Decision.NORMAL, "no rank differs from its peers", votes=ballot.votes)
+        # whoever deviates most must be the one that is sure: his neighbours only suffer from him
+        if not suspects or suspects[0] != ballot.suspects[0]:
+            unjudged = int((~np.isfinite(ballot.strength_R)).sum())
+            reason = "no rank differs from its peers" + (f"; {unjudged} ranks could not be judged" if unjudged else "")
+            return self._say(window, Decision.NORMAL, reason, votes=ballot.votes)
         nodes = sorted({window.nodes[i] for i in suspects})
         agreed = [s.detector for s in self.scores if s.score_R[suspects[0]] > 1.0]
         evidence = [s.evidence[suspects[0]] for s in self.scores if s.score_R[suspects[0]] > 1.0]
@@ -171,14 +177,23 @@ class Judge:
             suspects=named,
         )
 
+    def _deviates_now(self, i: int) -> bool:
+        """Whether the detector of the newest instant agrees; the others still see what was a while ago."""
+        newest = next((s.score_R[i] for s in self.scores if s.detector == "lof"), np.nan)
+        return bool(np.isnan(newest) or newest > 1.0)
+
     def _confirmed(self, window: Window, node: str, strength: float) -> bool:
         """Whether the node was suspected for long enough.
 
-        One odd tick convicts nobody, however long a tick is. A weak suspicion must outlive what the detectors remember, or a
-        single odd moment, seen by tick after tick, would look like a lasting one.
+        One odd moment convicts nobody, however long a tick is: a strong deviation must be there in every instant of
+        `confirm_s`, and
+        any suspicion else must outlive what the detectors remember, or one moment would look like a lasting one.
         """
-        lasting_s = self.settings.confirm_s if strength >= STRONG else max(self.settings.confirm_s, MEMORY_POINTS * window.step_s)
-        return window.end_s - self._since_s[node] >= max(lasting_s, 1e-3)
+        remembered_s = max(self.settings.confirm_s, applicability.MEMORY_POINTS * window.step_s)
+        if window.end_s - self._since_s[node] >= remembered_s:
+            return True
+        fresh_s = self._fresh_since_s.get(node, window.end_s)
+        return strength >= STRONG and window.end_s - fresh_s >= max(self.settings.confirm_s, 1e-3)
 
     def _by_rule(self, window: Window, finding: rules.Finding) -> Verdict:
         """A rule speaks without a vote; where it knows the node alone, the rank there with the strongest score stands for it."""
@@ -217,7 +232,7 @@ class Judge:
         suspects: tuple[Suspect, ...] = (), votes: dict[str, bool | None] | None = None, rule: str | None = None,
     ) -> Verdict:  # fmt: skip
         if votes is None:
-            self._since_s = {}
+            self._since_s, self._fresh_since_s = {}, {}
         return Verdict(
             job=window.job,
             from_s=window.start_s,

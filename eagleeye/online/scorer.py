@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from eagleeye.detectors.ensemble import Ensemble
 from eagleeye.errors import EagleEyeError
 from eagleeye.online.incidents import advance, close_unwatched
 from eagleeye.online.judge import Judge, Settings
-from eagleeye.records import Incident, IncidentState, Verdict
+from eagleeye.records import Decision, Incident, IncidentState, Verdict
 from eagleeye.source.base import Source
 from eagleeye.window import Window
 
@@ -103,6 +103,7 @@ class Scorer:
         jobs, incidents, errors = dict(snapshot.jobs), snapshot.incidents, snapshot.errors_total
         totals = dict(snapshot.windows_total)
         failures: dict[str, str] = {}
+        judged: set[str] = set()
         try:
             self._source.scrape(now_s)
             names = self._source.jobs(now_s)
@@ -130,9 +131,14 @@ class Scorer:
                 verdict, tuple(zip(window.ranks, window.nodes, window.groups, strict=True)), tuple(judge.scores)
             )
             self._last_seen_s[name] = now_s
+            judged.add(name)
             with self._lock:
                 self._verdicts.setdefault(name, deque(maxlen=KEPT_VERDICTS)).append(verdict)
-        self._forget(jobs)
+        for name in set(jobs) - judged:
+            # what was true before the source fell silent is not known to be true now
+            why = failures.get(f"job {name}") or failures.get("source") or "no source reports this job any more"
+            jobs[name] = replace(jobs[name], verdict=_unknown(jobs[name].verdict, now_s, why), scores=())
+        self._forget(jobs, names)
         self._snapshot = replace(
             snapshot, at_s=now_s, tick_s=monotonic_s() - started_s, jobs=jobs, incidents=_kept(incidents),
             failures=failures, windows_total=totals, errors_total=errors,
@@ -163,14 +169,20 @@ class Scorer:
                     incident.reason,
                 )
 
-    def _forget(self, jobs: dict[str, JobState]) -> None:
-        for name in sorted(jobs, key=lambda n: self._last_seen_s.get(n, 0.0))[: max(0, len(jobs) - KEPT_JOBS)]:
+    def _forget(self, jobs: dict[str, JobState], alive: Sequence[str]) -> None:
+        """Drop the jobs that ended longest ago, above `KEPT_JOBS`; one that is alive is never dropped."""
+        gone = sorted(set(jobs) - set(alive), key=lambda name: self._last_seen_s.get(name, 0.0))
+        for name in gone[: max(0, len(jobs) - KEPT_JOBS)]:
             del jobs[name]
             self._judges.pop(name, None)
             self._last_seen_s.pop(name, None)
             self._sentence.pop(name, None)
             with self._lock:
                 self._verdicts.pop(name, None)
+
+
+def _unknown(before: Verdict, now_s: float, why: str) -> Verdict:
+    return Verdict(before.job, before.to_s, now_s, Decision.UNSURE, why, votes=dict.fromkeys(before.votes), model=before.model)
 
 
 def _kept(incidents: tuple[Incident, ...]) -> tuple[Incident, ...]:
