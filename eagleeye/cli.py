@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagleeye import __version__
-from eagleeye.errors import EagleEyeError, MissingExtra, UsageError
+from eagleeye.errors import EagleEyeError, EnvironmentLacks, MissingExtra, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,9 +156,11 @@ def _score(options: argparse.Namespace) -> int:
 def _score_live(options: argparse.Namespace, data: dict[str, Any], settings: Any) -> int:
     import logging
     import signal
+    from dataclasses import replace
 
     from eagleeye import config
     from eagleeye.clock import SystemClock
+    from eagleeye.online.judge import Judge
     from eagleeye.online.scorer import Scorer
     from eagleeye.online.service import serve
     from eagleeye.source.base import Settings as SourceSettings
@@ -169,9 +171,10 @@ def _score_live(options: argparse.Namespace, data: dict[str, Any], settings: Any
     if options.targets or options.prometheus:  # the flag replaces whatever the file reads from
         flags |= {"targets": options.targets or "", "prometheus": options.prometheus or ""}
     clock = SystemClock()
-    source = open_source(config.settings(SourceSettings, "source", data, flags), clock)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: clock.stop())
+    chosen = config.settings(SourceSettings, "source", data, flags)
+    # the memory of a source that scrapes must reach as far back as a judge wants to learn
+    chosen = replace(chosen, ring_s=max(chosen.ring_s, 1.1 * Judge(settings).length_s(chosen.interval_s)))
+    source = open_source(chosen, clock)
     model, name = _model(settings.model, data)
     scorer = Scorer(settings, source, clock, model, name)
     server = serve(scorer, settings.address, settings.port)
@@ -179,6 +182,9 @@ def _score_live(options: argparse.Namespace, data: dict[str, Any], settings: Any
         logging.info("serving on http://%s:%d, warming up", settings.address, server.server_port)
         scorer.warm_up()
         logging.info("ready after %.1f s; model: %s", scorer.snapshot.warm_up_s, name)
+        # only now: while kernels compile nothing is to be saved, and a signal ends the process at once
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: clock.stop())
         scorer.run()
     finally:
         server.shutdown()
@@ -243,6 +249,8 @@ def _remediate(options: argparse.Namespace) -> int:
             for outcome in outcomes:
                 print(f"  {outcome.result.value}: {outcome.detail}", flush=True)
         if options.once:
+            opened = sum(incident.state.value == "open" for incident in found)
+            print(f"{opened} open incidents, nothing more to plan" if opened else "no open incident", file=sys.stderr)
             break
         clock.sleep_s(interval_s)
     journal.close()
@@ -399,18 +407,20 @@ def _evaluate(options: argparse.Namespace) -> int:
     from pathlib import Path
 
     from eagleeye import config, models
+    from eagleeye.files import write_whole
     from eagleeye.offline import evaluate, judging
 
     results = evaluate.evaluate([Path(folder) for folder in options.traces], Path(options.verdicts))
     missed = evaluate.below(judging.total(results), options.at_least)
     print(evaluate.table(results))
-    try:
-        if options.json:
-            Path(options.json).write_text(json.dumps(evaluate.as_json(results), indent=1) + "\n", encoding="utf-8")
-        if options.plots:
+    if options.json:
+        write_whole(Path(options.json), json.dumps(evaluate.as_json(results), indent=1) + "\n")
+    if options.plots:
+        try:
             evaluate.plot(results, Path(options.plots))
-    except OSError as error:
-        raise UsageError(f"cannot write {error.filename}: {error.strerror}") from None
+        except OSError as error:
+            reason = error.strerror or error
+            raise EnvironmentLacks(f"cannot write the plots to {options.plots}: {reason}; free some space") from None
     if options.track:
         data = _file(options)
         settings = config.settings(models.Settings, "offline", data, {"tracking_uri": options.tracking_uri})

@@ -62,6 +62,11 @@ class Journal:
         rows = self._read("SELECT outcome FROM operations WHERE outcome IS NOT NULL ORDER BY claimed_s, rowid")
         return [from_json(Outcome, json.loads(row[0])) for row in rows]
 
+    def begun_s(self, operation_id: str) -> float | None:
+        """Return when an operation was claimed, None when nobody did."""
+        rows = self._read("SELECT claimed_s FROM operations WHERE operation_id = ?", operation_id)
+        return float(rows[0][0]) if rows else None
+
     def outcome(self, operation_id: str) -> Outcome | None:
         """Return how an operation ended, None while it has not."""
         rows = self._read("SELECT outcome FROM operations WHERE operation_id = ? AND outcome IS NOT NULL", operation_id)

@@ -9,6 +9,9 @@ from eagleeye.clock import Clock
 from eagleeye.errors import AmbiguousError, BackendError, TransientError
 from eagleeye.records import Action, Incident, IncidentState, Outcome, Plan, Result
 
+ABANDONED_S = 300.0
+"""Whoever began an operation this long ago and has not told its end died at it."""
+
 
 def respond(
     incidents: Sequence[Incident], settings: Settings, backend: RemediationBackend, journal: Journal, clock: Clock
@@ -44,8 +47,14 @@ def carry_out(made: Plan, backend: RemediationBackend, journal: Journal, clock: 
             outcomes.append(outcome)
         else:
             known = journal.outcome(operation_id)
-            if known is None:
+            began_s = journal.begun_s(operation_id)
+            if known is None and (began_s is None or started_s - began_s < ABANDONED_S):
                 break
+            if known is None:
+                detail = "it was begun and never ended, so whether it was done is not known: look before it is repeated"
+                known = Outcome(operation_id, Result.AMBIGUOUS, detail, began_s or started_s, started_s)
+                journal.finish(known)
+                outcomes.append(known)
             outcome = known
         if outcome.result not in (Result.DONE, Result.OBSERVED):
             break

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -22,6 +23,8 @@ from eagleeye.collect.base import Collector, Settings, Site
 from eagleeye.errors import DataError, EnvironmentLacks, NoData
 from eagleeye.metrics import BY_SERIES, PREFIX, RANK_INFO
 from eagleeye.records import Sample
+
+CLIENT_TIMEOUT_S = 10.0
 
 ROWS = {**BY_SERIES, RANK_INFO.series or "": RANK_INFO}
 
@@ -189,6 +192,9 @@ class Exporter:
         try:
             self._server: WSGIServer
             self._server, self._thread = start_http_server(settings.port, settings.address, registry)
+            # a client that connects and says nothing would hold a thread and a descriptor for ever
+            handler = cast(type, self._server.RequestHandlerClass)
+            self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": CLIENT_TIMEOUT_S})
         except (OSError, OverflowError) as error:
             self._site.close()
             raise EnvironmentLacks(

@@ -63,6 +63,9 @@ class State(NamedTuple):
     finished: bool
 
 
+_IDENTITY_TYPES = (str, int, int, int, str, str, str)
+
+
 def read(path: Path) -> State | None:
     """Return the state in a progress file, or None when it holds none: absent, garbage, or of another version."""
     try:
@@ -87,6 +90,8 @@ def read(path: Path) -> State | None:
         told = json.loads(data[_IDENTITY_OFFSET:].rstrip(b"\0"))
         gpu = str(told.pop("gpu"))
         identity = Identity(**told)
+        if any(type(value) is not kind for value, kind in zip(identity, _IDENTITY_TYPES, strict=True) if value is not None):
+            return None
         _, step, step_at_s, step_s, compute_s, phase, collective, finished = max(slots)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -162,7 +162,7 @@ class Scorer:
             old = known.get(incident.id)
             if old is None or old.state is not incident.state or old.nodes != incident.nodes:
                 log.info(
-                    "incident %s %s: %s %s",
+                    "incident %s %s, %s: %s",
                     incident.id,
                     incident.state.value,
                     ",".join(incident.nodes) or "whole job",

@@ -14,6 +14,7 @@ import pytest
 
 from eagleeye.cli import VERBS
 from eagleeye.config import SECTIONS
+from eagleeye.metrics import CATALOGUE, RANK_INFO, Metric
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -108,3 +109,10 @@ def test_every_setting_is_on_the_page_of_settings() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_is_in_the_readme(verb: str) -> None:
     assert f"eagleeye {verb}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("metric", [*CATALOGUE, RANK_INFO], ids=lambda metric: metric.column)
+def test_every_series_is_in_the_docs(metric: Metric) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert f"`{metric.series or metric.column}`" in page
+    assert metric.help in page
