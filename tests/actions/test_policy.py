@@ -60,6 +60,31 @@ def test_more_verdicts_may_be_asked_for() -> None:
     assert plan(incident(verdicts=5), Settings(min_verdicts=5)) is not None
 
 
+@pytest.mark.parametrize(
+    ("rule", "last_s", "patience_s", "planned"),
+    [
+        (None, 110.0, 10.0, True),
+        (None, 109.9, 10.0, False),
+        (None, 110.0, 30.0, False),
+        (None, 130.0, 30.0, True),
+        ("hardware_error", 100.0, 10.0, True),  # a fact needs no patience
+        ("stalled", 101.0, 30.0, True),
+    ],
+)
+def test_the_detectors_must_go_on_blaming(rule: str | None, last_s: float, patience_s: float, planned: bool) -> None:
+    one = replace(incident(verdicts=9), rule=rule, last_anomalous_s=last_s)
+    made = plan(one, Settings(patience_s=patience_s))
+    assert (made and [(a.kind.value, a.target) for a in made.actions]) == (out("n3") if planned else None)
+
+
+def test_patience_is_ten_seconds_and_telling_needs_none() -> None:
+    assert Settings().patience_s == 10.0
+    fresh = replace(incident(()), last_anomalous_s=100)
+    made = plan(fresh, Settings())
+    assert made is not None
+    assert [a.kind for a in made.actions] == [ActionKind.NOTIFY]
+
+
 @pytest.mark.parametrize("category", Category)
 def test_no_plan_takes_out_more_than_it_may(category: Category) -> None:
     for count in range(5):

@@ -27,6 +27,8 @@ underscores, its name: `EAGLEEYE_ONLINE__LEARN_S=90s`. An unknown section or set
 Settings that end in `_s` are durations (`"250ms"`, `"90s"`, `"1h30m"`, `"30d"`, or a number of seconds), those that end in
 `_bytes` are sizes (`"64MiB"`, or a number of bytes). Lists are TOML lists; in the environment and on the command line they are
 separated by commas.
+
+`EAGLEEYE_NODE` and `NODE_NAME` are no settings but defaults of `[collect] node`, below the file.
 """
 
 Setting = tuple[str, str, str | None]

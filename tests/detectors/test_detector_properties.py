@@ -166,6 +166,27 @@ def test_a_job_without_the_models_metrics_is_refused(fitted, later):
         fitted.score(strange, fitted.job_offsets(later))
 
 
+def test_a_job_sampled_at_another_pace_is_refused(fitted, later):
+    """Detectors count instants; half or twice the pace is the most that a model bears."""
+    offset_RM = fitted.job_offsets(later)
+    for step_s in (2.5, 5.0, 10.0):
+        assert len(fitted.score(dataclasses.replace(later, step_s=step_s), offset_RM)) == 3
+    for step_s, said in ((2.4, "every 2.4 s"), (10.1, "every 10.1 s"), (60.0, "every 60 s")):
+        with pytest.raises(ModelMismatch, match=f"job j is sampled {said} and the model was fitted at 5 s; train on such jobs"):
+            fitted.score(dataclasses.replace(later, step_s=step_s), offset_RM)
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_a_rank_of_which_nothing_was_learned_stays_unjudged(fitted, later, alter, name):
+    """It was silent while the job was learned; its permanent difference from the others is unknown, not zero."""
+    window = alter(later, lambda values_RMT: values_RMT[3, :, :160].fill(np.nan))
+    window = alter(window, lambda values_RMT: values_RMT[3].__imul__(1.5))
+    score = scores(fitted, window, name)
+    assert np.isnan(score.score_R[3])
+    assert np.isfinite(np.delete(score.score_R, 3)).all()
+    assert np.nanmax(score.score_R) < 1.0
+
+
 def test_metrics_that_the_job_lacks_do_not_matter(fitted, later, alter):
     window = alter(later, slow_from(5, 292)).select(["gpu_sm_clock_hertz"])
     for name in DETECTORS:

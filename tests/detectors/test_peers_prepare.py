@@ -42,6 +42,14 @@ def test_offsets_are_what_a_rank_always_lies_off():
     np.testing.assert_array_equal(peers.offsets_RM(window)[:, 0], [1.0, 0.0, -1.0])
 
 
+def test_the_offset_of_what_was_never_observed_is_unknown():
+    window = tiny([[5.0] * 3, [4.0] * 3, [np.nan] * 3, [3.0] * 3])
+    np.testing.assert_array_equal(peers.offsets_RM(window)[:, 0], [1.0, 0.0, np.nan, -1.0])
+    later = tiny([[5.0] * 6, [4.0] * 6, [9.0] * 6, [3.0] * 6])
+    prepared = peers.prepare(later, unit_scale(), peers.offsets_RM(window))
+    np.testing.assert_array_equal(np.isnan(prepared.values_RMT).any(axis=(1, 2)), [False, False, True, False])
+
+
 def test_prepared_values_are_free_of_offsets_and_units():
     window = tiny([[5.0] * 6, [4.0] * 6, [3.0] * 6])
     scale = peers.Scale(("gpu_power_watts",), np.array([2.0]))
@@ -86,6 +94,11 @@ def test_the_scale_of_a_metric_that_is_zero_has_an_absolute_floor():
     assert peers.fit_scale([quiet]).scale_M[0] == pytest.approx(0.2)
 
 
+def test_three_degrees_between_boards_are_noise():
+    steady = tiny(np.full((4, 50), 60.0), metric="gpu_temperature_celsius")
+    assert peers.fit_scale([steady]).scale_M[0] == pytest.approx(3.0)
+
+
 def test_the_scale_is_a_robust_standard_deviation():
     noise = np.random.default_rng(0).normal(100.0, 20.0, (40, 500))
     assert peers.fit_scale([tiny(noise)]).scale_M[0] == pytest.approx(20.0, rel=0.05)
@@ -95,6 +108,21 @@ def test_facts_for_rules_are_not_compared():
     window = dataclasses.replace(tiny(np.zeros((3, 5))), metrics=("train_step_count",))
     assert peers.compared(window) == ()
     assert peers.compared(dataclasses.replace(window, metrics=("never_seen",))) == ("never_seen",)
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_compared"),
+    [
+        ("train_step_seconds", False),  # one slow rank slows every rank's step
+        ("gpu_memory_used_bytes", False),  # ranks of one job may hold different shards
+        ("gpu_sm_clock_hertz", True),
+        ("gpu_temperature_celsius", True),
+        ("gpu_power_watts", True),
+        ("train_compute_seconds", True),
+    ],
+)
+def test_what_sets_healthy_ranks_apart_is_not_compared(metric, is_compared):
+    assert peers.compared(tiny(np.zeros((3, 5)), metric=metric)) == ((metric,) if is_compared else ())
 
 
 @pytest.mark.parametrize("values", [np.zeros((2, 50)), np.full((4, 50), np.nan)], ids=["two ranks", "nothing observed"])

@@ -25,21 +25,29 @@ NAN = math.nan
         ({"gpu_utilization_ratio": [0.9] * 3, "process_cpu_ratio": [0.0] * 3}, None),  # the GPU decides where there is one
         ({"gpu_utilization_ratio": [NAN] * 3}, None),
         ({"tape_speed": [0.0] * 3}, None),  # nothing tells of work, so nothing tells of idleness
-        ({"train_phase": [0.0] * 3}, "the job starts up"),
+        ({"train_phase": [0.0] * 3}, "a rank starts up, or did a moment ago"),
         ({"train_phase": [1.0] * 3}, None),
-        ({"train_phase": [2.0] * 3}, "the job evaluates"),
-        ({"train_phase": [3.0] * 3}, "the job writes a checkpoint"),
-        ({"train_phase": [4.0] * 3}, "the job loads a checkpoint"),
-        ({"train_phase": [5.0] * 3}, "the job has finished"),
-        ({"train_phase": [9.0] * 3}, "the job is in a phase of its own"),
-        ({"train_phase": [1.0, 1.0, 3.0]}, None),
-        ({"train_phase": [3.0, 3.0, 1.0]}, "the job writes a checkpoint"),
-        ({"train_phase": [NAN, NAN, 3.0]}, "the job writes a checkpoint"),
+        ({"train_phase": [2.0] * 3}, "a rank evaluates, or did a moment ago"),
+        ({"train_phase": [3.0] * 3}, "a rank writes a checkpoint, or did a moment ago"),
+        ({"train_phase": [4.0] * 3}, "a rank loads a checkpoint, or did a moment ago"),
+        ({"train_phase": [5.0] * 3}, "a rank has finished, or did a moment ago"),
+        ({"train_phase": [9.0] * 3}, "a rank is in a phase of its own, or did a moment ago"),
+        ({"train_phase": [1.0, 1.0, 3.0]}, "a rank writes a checkpoint, or did a moment ago"),
+        ({"train_phase": [1.0, 2.0, 1.0]}, "a rank evaluates, or did a moment ago"),
+        ({"train_phase": [NAN, NAN, 3.0]}, "a rank writes a checkpoint, or did a moment ago"),
+        ({"train_phase": [NAN, 1.0, NAN]}, None),
         ({"process_up": [0.0] * 3, "log_errors": [0.0] * 3}, "the job has ended"),
     ],
 )
 def test_not_applicable(facts: Facts, columns: dict[str, list[float]], why: str | None) -> None:
     assert not_applicable(facts(columns)) == why
+
+
+@pytest.mark.parametrize(("ago", "why"), [(14, "a rank evaluates, or did a moment ago"), (15, None)])
+def test_one_rank_in_eval_counts_as_long_as_a_detector_remembers_it(facts: Facts, ago: int, why: str | None) -> None:
+    phases = [[1.0] * 30 for _ in range(4)]
+    phases[2][29 - ago] = 2.0
+    assert not_applicable(facts({"train_phase": phases}, T=30)) == why
 
 
 def test_the_newest_instants_decide(facts: Facts) -> None:
@@ -63,19 +71,35 @@ GONE, HERE = [1.0] * 3 + [NAN] * 3, [1.0] * 6
 
 def test_half_of_the_ranks_are_not_seen(facts: Facts) -> None:
     assert missing(facts({"gpu_power_watts": [GONE, GONE, HERE, HERE, HERE]})) is None
-    assert missing(facts({"gpu_power_watts": [GONE, GONE, HERE, HERE]})) == "2 of 4 ranks sent nothing in the last 15 s"
-    assert missing(facts({"gpu_power_watts": [GONE, GONE]})) == "2 of 2 ranks sent nothing in the last 15 s"
+    assert (
+        missing(facts({"gpu_power_watts": [GONE, GONE, HERE, HERE]})) == "2 of 4 ranks sent nothing, or little, in the last 15 s"
+    )
+    assert missing(facts({"gpu_power_watts": [GONE, GONE]})) == "2 of 2 ranks sent nothing, or little, in the last 15 s"
     assert missing(facts({"gpu_power_watts": [GONE, GONE], "gpu_utilization_ratio": [HERE, HERE]})) is None
+
+
+def test_less_than_half_of_the_metrics_is_as_good_as_silent(facts: Facts) -> None:
+    names = ("gpu_power_watts", "gpu_utilization_ratio", "ib_transmit_bytes_per_second", "ib_receive_bytes_per_second")
+
+    def window(sent: int) -> Window:
+        """Rank 0 sends `sent` of four metrics, the other two ranks all."""
+        return facts({name: [HERE if m < sent else GONE, HERE, HERE] for m, name in enumerate(names)})
+
+    assert missing(window(2), share=0.0) is None
+    assert missing(window(1), share=0.0) == "1 of 3 ranks sent nothing, or little, in the last 15 s"
+    assert missing(window(1)) is None, "one of three is less than half of the ranks"
 
 
 def test_any_rank_at_all(facts: Facts) -> None:
     assert missing(facts({"gpu_power_watts": [HERE, HERE, HERE]}), share=0.0) is None
-    assert missing(facts({"gpu_power_watts": [GONE, HERE, HERE]}), share=0.0) == "1 of 3 ranks sent nothing in the last 15 s"
+    assert missing(facts({"gpu_power_watts": [GONE, HERE, HERE]}), share=0.0) == (
+        "1 of 3 ranks sent nothing, or little, in the last 15 s"
+    )
 
 
 def test_what_others_say_of_a_rank_is_no_sign_of_life(facts: Facts) -> None:
     columns = {"gpu_power_watts": [GONE, GONE, HERE], "log_errors": [HERE] * 3, "process_up": [HERE] * 3}
-    assert missing(facts(columns)) == "2 of 3 ranks sent nothing in the last 15 s"
+    assert missing(facts(columns)) == "2 of 3 ranks sent nothing, or little, in the last 15 s"
     assert missing(facts({"log_errors": [HERE] * 3})) is None, "where there is nothing else, it must do"
 
 

@@ -52,10 +52,18 @@ def test_continue() -> None:
 def test_a_node_that_is_learned_later() -> None:
     first = after(verdict(100))[0]
     assert (first.nodes, first.ranks, first.category) == ((), (), Category.UNKNOWN)
-    (incident,) = after(verdict(100), verdict(105, "n3", why="clear now"), verdict(110))
+    (incident,) = after(verdict(100), verdict(102), verdict(105, "n3", why="clear now"), verdict(110))
     assert incident.id == first.id
     assert (incident.nodes, incident.ranks, incident.category, incident.reason) == (("n3",), (3,), Category.GPU, "clear now")
-    assert (incident.verdict_count, incident.last_anomalous_s) == (3, 110)
+    assert (incident.verdict_count, incident.last_anomalous_s) == (1, 110), "only one verdict spoke against the node"
+    assert advance((incident,), verdict(115, "n3"))[0].verdict_count == 2
+
+
+def test_a_verdict_that_names_nobody_is_no_evidence_against_a_node() -> None:
+    (incident,) = after(verdict(100, "n3"), verdict(105), verdict(110), verdict(115, "n3"))
+    assert (incident.nodes, incident.verdict_count, incident.last_anomalous_s) == (("n3",), 2, 115)
+    (nameless,) = after(verdict(100), verdict(105), verdict(110))
+    assert (nameless.nodes, nameless.verdict_count) == ((), 3)
 
 
 def test_other_nodes_are_another_incident() -> None:
@@ -120,11 +128,17 @@ def test_no_state_is_skipped_and_other_jobs_are_left_alone(sequence: list[tuple[
         for old, new in zip(before, incidents, strict=False):
             if old.state is IncidentState.CLOSED:
                 assert new == old
-            assert new.verdict_count - old.verdict_count in (0, 1)
+            continued = new.last_anomalous_s != old.last_anomalous_s
+            if new.nodes != old.nodes:
+                assert (continued, new.verdict_count) == (True, 1)
+            else:
+                named_or_nameless = bool(said.suspects) or not old.nodes
+                assert new.verdict_count - old.verdict_count == (continued and named_or_nameless)
             assert (new.closed_s is not None) == (new.state is IncidentState.CLOSED)
             assert old.nodes in ((), new.nodes)
-        counted = sum(i.verdict_count for i in incidents) - sum(i.verdict_count for i in before)
-        assert counted == (decision is Decision.ANOMALOUS)
+        assert all(i.verdict_count == 1 for i in added)
+        touched = [new for new in incidents if new.last_anomalous_s == now_s]
+        assert len(touched) == (decision is Decision.ANOMALOUS)
 
 
 def test_a_job_that_nobody_reports_any_more_closes_after_quiet() -> None:

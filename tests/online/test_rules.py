@@ -74,8 +74,15 @@ def test_the_node_of_every_rank_of_it_is_concerned(facts: Facts) -> None:
 
 
 def lost(
-    facts: Facts, up: list[float], age: list[float], errors: list[float], communication: list[float], phase: float = 1
+    facts: Facts,
+    up: list[float],
+    age: list[float],
+    errors: list[float],
+    communication: list[float],
+    phase: float = 1,
+    step_age: list[float] | None = None,
 ) -> Window:
+    """`step_age` tells whether those that are left stand still: above 20 s they do (10 s and two intervals of 5 s)."""
     R = len(up)
     return facts(
         {
@@ -84,6 +91,7 @@ def lost(
             "log_errors": errors,
             "log_communication_errors": communication,
             "train_phase": [phase] * R,
+            "train_step_age_seconds": step_age or [NAN] * R,
         }
     )
 
@@ -98,21 +106,65 @@ def test_killed_while_the_others_die_of_it(facts: Facts) -> None:
 
 
 def test_killed_while_the_others_hang_on(facts: Facts) -> None:
-    window = lost(facts, [1, 0, 1, 1], [NAN, 5.0, NAN, NAN], [0, 0, 0, 0], [0, 0, 0, 0])
+    window = lost(facts, [1, 0, 1, 1], [NAN, 25.0, NAN, NAN], [0] * 4, [0] * 4, step_age=[20.1, NAN, 22.0, 21.0])
     assert told(window) == ("process_lost", Category.NODE, Scope.RANK, (1,))
-    assert found(window).reason == "the process of rank 1 on n1 vanished without a word; all other ranks are still there"
+    assert found(window).reason == (
+        "the process of rank 1 on n1 vanished without a word; all other ranks are still there, and miss it"
+    )
+
+
+def test_killed_while_one_of_the_others_complains(facts: Facts) -> None:
+    window = lost(facts, [1, 0, 1, 1], [NAN, 5.0, NAN, NAN], [0, 0, 1, 0], [0, 0, 1, 0])
+    assert told(window) == ("process_lost", Category.NODE, Scope.RANK, (1,))
+    assert found(window).reason.endswith("; all other ranks are still there, and miss it")
+
+
+@pytest.mark.parametrize(
+    "step_age",
+    [
+        [0.4, NAN, 0.6, 0.5],  # the job goes on with fewer ranks
+        [20.0, NAN, 20.0, 20.0],  # not longer than a pause that samples may blur
+        [300.0, NAN, 0.5, 300.0],  # one that steps on is enough
+        [300.0, NAN, NAN, 300.0],  # and one that is not seen might
+        [NAN] * 4,  # nobody knows
+    ],
+)
+def test_a_rank_that_nobody_misses_left_in_order(facts: Facts, step_age: list[float]) -> None:
+    for errors in (0.0, 2.0, NAN):
+        window = lost(facts, [1, 0, 1, 1], [NAN, 500.0, NAN, NAN], [0, errors, 0, 0], [0] * 4, step_age=step_age)
+        assert check(window, Limits()) is None
+
+
+@pytest.mark.parametrize("errors", [0.0, NAN])
+def test_a_job_without_a_hook_that_ends_over_some_seconds(facts: Facts, errors: float) -> None:
+    """The phase is not known, the ranks leave one after the other, and nobody is left that could stand still."""
+    gone = {1: 3.0, 3: 9.0, 0: 12.0}
+    for count in range(1, 4):
+        left = dict(list(gone.items())[:count])
+        up, age = [float(r not in left) for r in range(4)], [left.get(r, NAN) for r in range(4)]
+        assert check(lost(facts, up, age, [errors] * 4, [errors] * 4, phase=NAN), Limits()) is None
+    over = lost(facts, [0] * 4, [12.0, 3.0, 7.0, 9.0], [0] * 4, [0] * 4, phase=NAN)
+    assert ended(over)
+    assert check(over, Limits()) is None
 
 
 def test_an_exception_of_its_own(facts: Facts) -> None:
-    window = lost(facts, [1, 0, 1, 1], [NAN, 5.0, NAN, NAN], [0, 2, 0, 0], [0, 0, 0, 0])
+    window = lost(facts, [1, 0, 1, 1], [NAN, 5.0, NAN, NAN], [0, 2, 0, 0], [0] * 4, step_age=[21.0, NAN, 22.0, 21.0])
     assert told(window) == ("process_lost", Category.USER_CODE, Scope.RANK, (1,))
     assert "the process of rank 1 on n1 ended with an error of its own" in found(window).reason
 
 
-def test_the_first_to_vanish_when_no_log_tells(facts: Facts) -> None:
-    window = lost(facts, [0, 0, 0, 0], [5.0, 5.2, 9.0, 5.1], [NAN] * 4, [NAN] * 4)
+def test_the_first_to_vanish_while_the_rest_hangs(facts: Facts) -> None:
+    window = lost(facts, [1, 0, 0, 1], [NAN, 5.2, 9.0, NAN], [NAN] * 4, [NAN] * 4, step_age=[25.0, NAN, NAN, 25.0])
     assert told(window) == ("process_lost", Category.NODE, Scope.RANK, (2,))
-    assert found(window).reason.endswith("; it vanished first")
+    assert found(window).reason == "the process of rank 2 on n2 vanished without a word; it vanished first"
+
+
+def test_all_vanish_and_no_log_is_watched(facts: Facts) -> None:
+    """The order of an end means nothing where nobody says that it was one of trouble."""
+    window = lost(facts, [0, 0, 0, 0], [5.0, 5.2, 9.0, 5.1], [NAN] * 4, [NAN] * 4)
+    assert told(window) == ("process_lost", Category.UNKNOWN, Scope.JOB, ())
+    assert found(window).reason == "every rank process vanished, and no log is watched that could tell why"
 
 
 def test_all_vanish_at_once(facts: Facts) -> None:
@@ -127,8 +179,9 @@ def test_two_silent_deaths_within_a_second_blame_nobody(facts: Facts) -> None:
 
 
 def test_victims_are_still_falling(facts: Facts) -> None:
-    assert check(lost(facts, [1, 0, 1, 1], [NAN, 1.9, NAN, NAN], [0] * 4, [0] * 4), Limits()) is None
-    assert told(lost(facts, [1, 0, 1, 1], [NAN, 2.1, NAN, NAN], [0] * 4, [0] * 4))[3] == (1,)
+    stand = [21.0, NAN, 21.0, 21.0]
+    assert check(lost(facts, [1, 0, 1, 1], [NAN, 1.9, NAN, NAN], [0] * 4, [0] * 4, step_age=stand), Limits()) is None
+    assert told(lost(facts, [1, 0, 1, 1], [NAN, 2.1, NAN, NAN], [0] * 4, [0] * 4, step_age=stand))[3] == (1,)
 
 
 def test_all_finished_in_order(facts: Facts) -> None:
@@ -173,18 +226,34 @@ def standing(facts: Facts, age: list[float] | None = None, phase: list[float] | 
 
 
 @pytest.mark.parametrize(
-    ("columns", "why"),
+    ("columns", "after_s", "why"),
     [
-        ({"process_stopped_ratio": [0, 0, 1, 0]}, "its process is stopped"),
-        ({"train_heartbeat_age_seconds": [0.5, 0.5, 20, 0.5]}, "its process shows no sign of life"),
-        ({"train_step_count": [8, 9, 6, 8]}, "it is steps behind the others"),
-        ({"train_collective_ratio": [1, 1, 0, 1]}, "the others wait for it in a collective that it has not entered"),
+        ({"process_stopped_ratio": [0, 0, 1, 0]}, 20, "its process is stopped"),
+        ({"train_heartbeat_age_seconds": [0.5, 0.5, 20, 0.5]}, 20, "its process shows no sign of life"),
+        ({"train_step_count": [8, 9, 6, 8]}, 300, "it is steps behind the others"),
+        ({"train_collective_ratio": [1, 1, 0, 1]}, 300, "the others wait for it in a collective that it has not entered"),
     ],
 )
-def test_a_job_stands_still_because_of_one(facts: Facts, columns: dict[str, list[object]], why: str) -> None:
-    window = standing(facts, **columns)
+def test_a_job_stands_still_because_of_one(facts: Facts, columns: dict[str, list[object]], after_s: float, why: str) -> None:
+    window = standing(facts, age=[after_s, after_s + 1, after_s, after_s + 2], **columns)
     assert told(window) == ("stalled", Category.HANG, Scope.RANK, (2,))
-    assert found(window).reason == f"no rank finished a step for 20 s (usually 0.5 s); rank 2 on n2: {why}"
+    assert found(window).reason == f"no rank finished a step for {after_s} s (usually 0.5 s); rank 2 on n2: {why}"
+    finding = check(standing(facts, age=[after_s - 0.1] * 4, **columns), Limits())
+    assert finding is None or finding.ranks == ()
+
+
+def test_a_sign_of_life_may_be_two_samples_old(facts: Facts) -> None:
+    assert check(standing(facts, train_heartbeat_age_seconds=[0.5, 0.5, 15.0, 0.5]), Limits()) is None
+    assert told(standing(facts, train_heartbeat_age_seconds=[0.5, 0.5, 15.1, 0.5]))[3] == (2,)
+
+
+@pytest.mark.parametrize("waited_s", [5, 15, 25, 45, 59, 62, 120, 299])
+def test_rank_0_writes_a_checkpoint_for_all(facts: Facts, waited_s: float) -> None:
+    """It says nothing of a phase, the others wait in the next collective: healthy, however much it looks like a hang."""
+    columns = {"train_collective_ratio": [0, 1, 1, 1], "train_step_count": [7, 9, 9, 9], "train_heartbeat_age_seconds": [0.5] * 4}
+    finding = check(standing(facts, age=[waited_s] * 4, **columns), Limits())
+    assert (finding and finding.ranks) == (None if waited_s < 60 else ())
+    assert check(standing(facts, age=[waited_s] * 4, phase=[3, 1, 1, 1], **columns), Limits()) is None
 
 
 @pytest.mark.parametrize(
@@ -203,17 +272,35 @@ def test_a_job_stands_still_because_of_one(facts: Facts, columns: dict[str, list
     ],
 )
 def test_a_job_stands_still_and_nothing_tells_why(facts: Facts, columns: dict[str, list[object]]) -> None:
-    window = standing(facts, **columns)
-    assert told(window) == ("stalled", Category.HANG, Scope.JOB, ())
-    assert found(window).reason == "no rank finished a step for 20 s (usually 0.5 s), and nothing tells the ranks apart"
+    for age_s in (60, 300):
+        window = standing(facts, age=[age_s, age_s + 1, age_s, age_s + 2], **columns)
+        assert told(window) == ("stalled", Category.HANG, Scope.JOB, ())
+        assert found(window).reason == (
+            f"no rank finished a step for {age_s} s (usually 0.5 s), and nothing tells the ranks apart"
+        )
+    assert check(standing(facts, age=[59.9] * 4, **columns), Limits()) is None, "pauses are ordinary"
 
 
 def test_a_slow_job_is_given_six_of_its_steps(facts: Facts) -> None:
-    usual = {"train_step_seconds": [4.0] * 3, "train_phase": [1] * 3}
-    assert check(facts(usual | {"train_step_age_seconds": [23.0] * 3}), Limits()) is None
-    later = facts(usual | {"train_step_age_seconds": [25.0] * 3})
-    assert told(later)[0] == "stalled"
-    assert check(later, Limits(stall_s=30.0)) is None
+    usual = {"train_step_seconds": [4.0] * 3, "train_phase": [1] * 3, "process_stopped_ratio": [0, 0, 1]}
+    assert check(facts(usual | {"train_step_age_seconds": [33.9] * 3}), Limits()) is None
+    later = facts(usual | {"train_step_age_seconds": [34.0] * 3})  # and two intervals of 5 s
+    assert told(later)[::3] == ("stalled", (2,))
+    assert check(later, Limits(stall_s=24.1)) is None
+
+
+def test_a_job_is_given_half_more_than_its_longest_step(facts: Facts) -> None:
+    """An evaluation or a checkpoint within a step was ordinary before, so it is again."""
+    steps = {"train_step_seconds": [[0.5, 0.5, 40.0, 0.5, 0.5, 0.5]] + [[0.5] * 6] * 2, "process_stopped_ratio": [0, 0, 1]}
+    assert check(facts(steps | {"train_step_age_seconds": [69.9] * 3}), Limits()) is None
+    assert told(facts(steps | {"train_step_age_seconds": [70.0] * 3}))[::3] == ("stalled", (2,))
+
+
+def test_sparse_samples_blur_when_a_job_stopped(facts: Facts) -> None:
+    stopped = {"process_stopped_ratio": [0, 0, 1, 0]}
+    for step_s, after_s in ((1.0, 12.0), (15.0, 40.0), (60.0, 130.0)):
+        assert check(facts(stopped | {"train_step_age_seconds": [after_s - 0.1] * 4}, step_s=step_s), Limits()) is None
+        assert told(facts(stopped | {"train_step_age_seconds": [after_s] * 4}, step_s=step_s))[3] == (2,)
 
 
 def test_one_rank_that_steps_on_keeps_the_job_alive(facts: Facts) -> None:

@@ -246,6 +246,55 @@ def test_a_source_that_does_not_answer_costs_only_that_tick(
     assert len(one.scorer.verdicts("llm")) == 3
 
 
+def test_what_was_normal_before_the_source_fell_silent_is_unsure(
+    started: Callable[[MemorySource], Served], stream: Callable[..., Any]
+) -> None:
+    def states(one: Served) -> dict[str, float]:
+        page = one.metrics()
+        return {d.value: page["eagleeye_anomaly_state", (("state", d.value), ("training_job", "llm"))] for d in Decision}
+
+    nothing = dict.fromkeys((d.value for d in Decision), 0.0)
+    made = stream(R=4)
+    one = started(MemorySource({"llm": made}))
+    one.ticks(0, 115)
+    assert states(one) == nothing | {"normal": 1}
+    assert any(name == "eagleeye_anomaly_score" for name, _ in one.metrics())
+
+    said = "the server at http://x does not answer"
+    one.source.down = SourceUnavailable(said)
+    one.ticks(115, 120)
+    verdict = from_json(Verdict, one.get("/api/v1/jobs/llm")[1]["verdict"])
+    assert (verdict.decision, verdict.reason, verdict.to_s, verdict.suspects) == (Decision.UNSURE, said, START_S + 115, ())
+    assert verdict.votes == {"knn_dtw": None, "matrix_profile": None, "lof": None}
+    assert states(one) == nothing | {"unsure": 1}
+    page = one.metrics()
+    assert page["eagleeye_anomaly_votes", (("training_job", "llm"),)] == 0
+    assert not any(name == "eagleeye_anomaly_score" for name, _ in page)
+    assert len(one.scorer.verdicts("llm")) == 23, "nothing was judged"
+
+    one.source.down, one.source.streams = None, {}
+    one.ticks(120, 125)
+    assert one.scorer.snapshot.jobs["llm"].verdict.reason == "no source reports this job any more"
+    assert states(one) == nothing | {"unsure": 1}
+
+    one.source.streams, one.source.broken = {"llm": made}, {"llm": NoData("job llm: nothing was seen")}
+    one.ticks(125, 130)
+    assert one.scorer.snapshot.jobs["llm"].verdict.reason == "job llm: nothing was seen"
+    one.source.broken = {}
+    one.ticks(130, 135)
+    assert states(one) == nothing | {"normal": 1}, "what was learned before is still known"
+
+
+def test_a_source_that_is_down_ends_no_incident(watched: Served, started: Callable[[MemorySource], Served]) -> None:
+    one = started(MemorySource(watched.source.streams))
+    one.ticks(0, 240)
+    (before,) = one.scorer.snapshot.incidents
+    one.source.down = SourceUnavailable("the server at http://x does not answer")
+    one.ticks(240, 600, 60)
+    assert one.scorer.snapshot.incidents == (before,)
+    assert {job.verdict.decision for job in one.scorer.snapshot.jobs.values()} == {Decision.UNSURE}
+
+
 def test_a_job_that_cannot_be_read_costs_only_itself(
     started: Callable[[MemorySource], Served], stream: Callable[..., Any]
 ) -> None:
@@ -310,6 +359,29 @@ def test_old_jobs_are_forgotten(
     assert one.get("/api/v1/jobs/a")[0] == 404
     assert one.scorer.verdicts("a") == []
     assert ("training_job", "a") not in {label for _, labels in one.metrics() for label in labels}
+
+
+def test_every_live_job_is_judged_however_many(stream: Callable[..., Any]) -> None:
+    names = [f"job-{n:03d}" for n in range(300)]
+    assert len(names) > scorer_module.KEPT_JOBS
+    one = Scorer(Settings(learn_s=LEARN_S), MemorySource(dict.fromkeys(names, stream(R=3))), ManualClock(START_S))
+    for t in (0, 5, 10):
+        one.tick(START_S + t)
+        assert sorted(one.snapshot.jobs) == names
+    assert {len(one.verdicts(name)) for name in names} == {3}
+    # the time watched adds up, so no job was forgotten and begun anew
+    assert {job.verdict.reason for job in one.snapshot.jobs.values()} == {"learning what is normal for this job: 11 of 100 s"}
+
+
+def test_a_source_that_is_down_makes_no_live_job_forgotten(stream: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer_module, "KEPT_JOBS", 1)
+    source = MemorySource(dict.fromkeys("abc", stream(R=3)))
+    one = Scorer(Settings(learn_s=LEARN_S), source, ManualClock(START_S))
+    one.tick(START_S)
+    source.down = SourceUnavailable("the server at http://x does not answer")
+    one.tick(START_S + 5)
+    assert sorted(one.snapshot.jobs) == ["a", "b", "c"]
+    assert {job.verdict.decision for job in one.snapshot.jobs.values()} == {Decision.UNSURE}
 
 
 def test_a_port_in_use(started: Callable[[MemorySource], Served]) -> None:
