@@ -40,8 +40,8 @@ NORMAL_TICKS = 5
 DETECT_TIMEOUT_S = 90.0
 QUIET_S = 60.0
 """How long a job that nobody breaks is watched."""
-AFTER_S = 8.0
-"""Watched on after the verdict, for the curves and for the plan."""
+AFTER_S = 14.0
+"""Watched on after the verdict, for the curves and for the plan, which waits for more verdicts."""
 
 
 @dataclass(slots=True)
@@ -182,6 +182,9 @@ def watch(story: Story, clock: SystemClock, scorer_url: str, cluster: Cluster, o
             if fresh and (line.split(": ")[:2] != last_line.split(": ")[:2] or monotonic_s() - told_s > 10):
                 say(story, line)
                 last_line, told_s = line, monotonic_s()
+        elif monotonic_s() - told_s > 10:
+            say(story, "waiting for the job's first step, and for the kernels (compiled once, up to two minutes)")
+            told_s = monotonic_s()
         if story.fault is None and normal >= NORMAL_TICKS:
             if options.fault == "none":
                 until_s, normal = monotonic_s() + QUIET_S, -(10**9)
