@@ -30,6 +30,8 @@ from eagleeye.source.base import Progress
 from eagleeye.source.series import SLACK_S
 from eagleeye.window import Window
 
+KINDS = ("fault", "benign", "not_training")
+
 LOG_COLUMNS = ("log_errors", "log_hardware_errors", "log_communication_errors", "log_first_error_age_seconds")
 
 _SPARSE = 100_000
@@ -171,6 +173,13 @@ def labels(folder: Path | str) -> tuple[Label, ...]:
         data = _json(path)
     except FileNotFoundError:
         raise NoData(f"{path} is absent: this trace cannot be judged, only scored") from None
+    if not isinstance(data, list) or any(not isinstance(entry, dict) for entry in data):
+        raise DataError(f"{path} must be a list of labels; an empty list says that nothing happened")
+    strange = [entry.get("kind") for entry in data if entry.get("kind") not in KINDS]
+    if strange:
+        raise DataError(f"{path}: {strange[0]!r} is no kind of label; there are {', '.join(KINDS)}")
+    if any(not isinstance(entry.get(key), list) for entry in data for key in ("nodes", "ranks")):
+        raise DataError(f"{path}: nodes and ranks of a label must be lists")
     try:
         return tuple(
             Label(

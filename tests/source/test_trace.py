@@ -302,3 +302,18 @@ def test_windows_of_64_ranks_come_by_the_thousand_a_second(tmp_path):
         source.window("j", float(end_s), 600)
     assert len(source.stamps_s) / (time.perf_counter() - began) > 2000
     assert math.isclose(source.stamps_s[-1], T0 + 50)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "must be a list of labels"),
+        ("[1]", "must be a list of labels"),
+        ('[{"kind": "fualt", "nodes": [], "ranks": []}]', "'fualt' is no kind of label"),
+        ('[{"kind": "fault", "nodes": "n1", "ranks": []}]', "must be lists"),
+    ],
+)
+def test_labels_that_say_nothing_clear_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "labels.json").write_text(text)
+    with pytest.raises(DataError, match=said):
+        labels(tmp_path)
