@@ -250,7 +250,7 @@ def _remediate(options: argparse.Namespace) -> int:
                 print(f"  {outcome.result.value}: {outcome.detail}", flush=True)
         if options.once:
             opened = sum(incident.state.value == "open" for incident in found)
-            print(f"{opened} open incidents, nothing more to plan" if opened else "no open incident", file=sys.stderr)
+            print(f"open incidents: {opened}", file=sys.stderr)
             break
         clock.sleep_s(interval_s)
     journal.close()

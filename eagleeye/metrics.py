@@ -66,9 +66,26 @@ CATALOGUE: tuple[Metric, ...] = (
         "gpu_utilization_ratio", "1", "gpu", "gauge", PREFIX + "gpu_utilization_ratio", "Share of time in which a kernel ran."
     ),
     Metric("gpu_tensor_active_ratio", "1", "gpu", "gauge", None, "Share of cycles in which tensor cores were active."),
-    Metric("gpu_memory_used_bytes", "bytes", "gpu", "gauge", PREFIX + "gpu_memory_used_bytes", "Device memory in use."),
+    Metric(
+        "gpu_memory_used_bytes",
+        "bytes",
+        "gpu",
+        "gauge",
+        PREFIX + "gpu_memory_used_bytes",
+        "Device memory in use.",
+        compared=False,
+    ),
     Metric("gpu_power_watts", "watts", "gpu", "gauge", PREFIX + "gpu_power_watts", "Power drawn by the board."),
-    Metric("gpu_temperature_celsius", "celsius", "gpu", "gauge", PREFIX + "gpu_temperature_celsius", "Core temperature.", "max"),
+    Metric(
+        "gpu_temperature_celsius",
+        "celsius",
+        "gpu",
+        "gauge",
+        PREFIX + "gpu_temperature_celsius",
+        "Core temperature.",
+        "max",
+        noise=3.0,
+    ),
     Metric(
         "gpu_sm_clock_hertz",
         "hertz",
@@ -77,8 +94,6 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "gpu_sm_clock_hertz",
         "Clock of the streaming multiprocessors.",
         "min",
-        compared=False,
-        noise=3.0,
     ),
     # InfiniBand and RoCE ports, from /sys/class/infiniband
     Metric(

@@ -45,7 +45,7 @@ _HARMLESS = re.compile(
 )
 _HARDWARE = re.compile(
     r"""(?ix)
-    \buncorrect(?:able|ed)\b (?!(?:\s+\w+){0,3}\s*[:=]?\s*(?:0|none|no)\b)
+    \buncorrect(?:able|ed)\b (?!(?:\s+\w+){0,3}\s*[:=]\s*(?:0|none)\b | (?:\s+\w+){0,2}\s+none\b | (?:\s+errors?)?\s+(?:0)\b)
     | \bdouble[ -]bit\ (?:ecc\ )?errors?\b
     | \bfallen\ off\ the\ bus\b
     | \bgpu\ (?:is\ )?lost\b

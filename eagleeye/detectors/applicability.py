@@ -26,7 +26,7 @@ def not_applicable(window: Window) -> str | None:
     if window.has("train_phase"):
         # what the detectors still remember counts, and one rank in another phase makes the comparison meaningless
         phases = window.column_RT("train_phase")[:, -MEMORY_POINTS:]
-        others = phases[np.isfinite(phases) & (phases != TRAINING)]
+        others = phases.T[np.isfinite(phases.T) & (phases.T != TRAINING)]
         if len(others):
             return f"a rank {PHASES.get(int(others[-1]), 'is in a phase of its own')}, or did a moment ago"
     # a job that counts its steps and waits is slow or stands still, which the rules see; it is not idle

@@ -123,6 +123,7 @@ class Judge:
         try:
             self._own = self.model or ensemble.fit([past])
             self._offset_RM = self._own.job_offsets(past)
+            self._cannot = ""
         except NoData as error:
             self._busy_s, self._cannot = 0.0, f"{error}; "
             return str(error)

@@ -138,7 +138,8 @@ class Scorer:
             # what was true before the source fell silent is not known to be true now
             why = failures.get(f"job {name}") or failures.get("source") or "no source reports this job any more"
             jobs[name] = replace(jobs[name], verdict=_unknown(jobs[name].verdict, now_s, why), scores=())
-        self._forget(jobs, names)
+        if "source" not in failures:
+            self._forget(jobs, names)
         self._snapshot = replace(
             snapshot, at_s=now_s, tick_s=monotonic_s() - started_s, jobs=jobs, incidents=_kept(incidents),
             failures=failures, windows_total=totals, errors_total=errors,
@@ -171,7 +172,7 @@ class Scorer:
 
     def _forget(self, jobs: dict[str, JobState], alive: Sequence[str]) -> None:
         """Drop the jobs that ended longest ago, above `KEPT_JOBS`; one that is alive is never dropped."""
-        gone = sorted(set(jobs) - set(alive), key=lambda name: self._last_seen_s.get(name, 0.0))
+        gone = sorted((name for name in jobs if name not in alive), key=lambda name: self._last_seen_s.get(name, 0.0))
         for name in gone[: max(0, len(jobs) - KEPT_JOBS)]:
             del jobs[name]
             self._judges.pop(name, None)

@@ -97,7 +97,7 @@ def test_once(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, st
     made, url = scorer
     (incident,) = made.snapshot.incidents
     status, out, errors = run("--once", "--scorer", url)
-    assert (status, errors) == (0, "")
+    assert (status, errors) == (0, "open incidents: 1\n")
     reason = "the log of n2 reports broken hardware (a fatal Xid or an uncorrectable error)"
     assert out.splitlines() == [
         f"incident {incident.id} of job llm: {reason}",
@@ -117,7 +117,7 @@ def test_once(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, st
     ]
     assert {o.result for o in journal.outcomes()} == {Result.OBSERVED}
     journal.close()
-    assert run("--once", "--scorer", url) == (0, "", "")
+    assert run("--once", "--scorer", url) == (0, "", "open incidents: 1\n")
 
 
 def test_a_journal_elsewhere(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, str], tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_journal_elsewhere(run: Callable[..., tuple[int, str, str]], scorer: t
 
 def test_the_policy_can_be_set(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, str], tmp_path: Path) -> None:
     (tmp_path / "eagleeye.toml").write_text("[actions]\nmin_verdicts = 3\n")
-    assert run("--once", "--scorer", scorer[1]) == (0, "", "")
+    assert run("--once", "--scorer", scorer[1]) == (0, "", "open incidents: 1\n")
     (tmp_path / "eagleeye.toml").write_text("[actions]\nbackend = 'ouija'\n")
     status, _, errors = run("--once", "--scorer", scorer[1])
     assert (status, errors) == (2, "eagleeye remediate: no backend is called 'ouija'; there are dryrun\n")

@@ -91,7 +91,7 @@ def test_an_unlabelled_fault_is_noticed(trace, job, alter):
 
 
 def test_memory_is_bounded_and_every_job_keeps_a_share(job):
-    settings = Settings(piece_s=300.0, stretch_s=300.0, corpus_bytes=6 * 8 * 2 * 60 * 4)
+    settings = Settings(piece_s=300.0, stretch_s=300.0, corpus_bytes=6 * 8 * 3 * 60 * 4)
     pieces = []
     for name, points in (("long", 1200), ("short", 120)):
         window = job(points=points, job=name)
