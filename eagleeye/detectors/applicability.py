@@ -13,8 +13,8 @@ BUSY_RATIO = 0.05
 """Below this share of use of its GPU (or of a CPU) in the median rank, a job does not work."""
 
 RECENT_POINTS = 6
-MEMORY_POINTS = 15
-"""No detector's newest stretch reaches further back, the median of three included."""
+MEMORY_POINTS = 16
+"""No detector's newest stretch reaches further back, the median of five included."""
 
 PHASES = {0: "starts up", 2: "evaluates", 3: "writes a checkpoint", 4: "loads a checkpoint", 5: "has finished"}
 

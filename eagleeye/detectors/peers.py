@@ -25,6 +25,9 @@ MAGNITUDE_FLOOR_RATIO = 0.01
 ABSOLUTE_FLOOR = {"1": 0.005, "1/s": 0.2, "bytes/s": 1000.0, "bytes": 65536.0, "seconds": 0.01, "celsius": 1.0, "watts": 2.0}
 """The same for metrics that are usually zero, by base unit."""
 
+FINE_S = 2.5
+"""Sampling finer than this sees bursts of a second or two as several values."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scale:
@@ -109,27 +112,27 @@ def _noise(metric: str, unit: str) -> float:
 def prepare(window: Window, scale: Scale, offset_RM: NDArray[np.float32]) -> Window:
     """Return a window of the scale's metrics in robust standard deviations from the peers.
 
-    Every instant becomes the median of the newest three observed values: this removes what a single scrape did, and bridges
+    Every instant becomes the median of the newest three observed values, of five where sampling is finer than `FINE_S`: this
+    removes what a single scrape did, and bridges
     gaps. A rank that was observed in less than half of the instants, or in none of the last three, stays NaN.
     """
     picked = window.select(scale.metrics)
     scale_M = scale.scale_M.astype(np.float32)
     scaled: NDArray[np.float32] = (differences_RMT(picked) - offset_RM[:, :, None]) / scale_M[None, :, None]
-    return replace(picked, values_RMT=_median_of_newest_three(scaled))
+    return replace(picked, values_RMT=_median_of_newest(scaled, 5 if window.step_s < FINE_S else 3))
 
 
-def _median_of_newest_three(values_RMT: NDArray[np.float32]) -> NDArray[np.float32]:
+def _median_of_newest(values_RMT: NDArray[np.float32], count: int) -> NDArray[np.float32]:
     observed = np.isfinite(values_RMT)
     T = values_RMT.shape[2]
     newest = np.maximum.accumulate(np.where(observed, np.arange(T), -1), axis=2)
-    first = np.argmax(observed, axis=2)[:, :, None]
-    a = np.where(newest < 0, first, newest)
-    b = np.take_along_axis(a, np.maximum(a - 1, 0), axis=2)
-    c = np.take_along_axis(a, np.maximum(b - 1, 0), axis=2)
-    x, y, z = (np.take_along_axis(values_RMT, i, axis=2) for i in (a, b, c))
-    out = np.maximum(np.minimum(x, y), np.minimum(np.maximum(x, y), z))
-    # the first instants have no three values before them, and no single one of them may stand for them
-    out[:, :, :2] = out[:, :, 2:3]
+    places = [np.where(newest < 0, np.argmax(observed, axis=2)[:, :, None], newest)]
+    while len(places) < count:
+        places.append(np.take_along_axis(places[0], np.maximum(places[-1] - 1, 0), axis=2))
+    stacked = np.sort(np.stack([np.take_along_axis(values_RMT, place, axis=2) for place in places]), axis=0)
+    out: NDArray[np.float32] = stacked[count // 2]
+    # the first instants have too few values before them, and no single one of them may stand for them
+    out[:, :, : count - 1] = out[:, :, min(count, T) - 1, None]
     out[observed.mean(axis=2) < 0.5] = np.nan
     # a rank whose newest instants are missing is unknown now, whatever it did before
     out[~observed[:, :, -min(3, T) :].any(axis=2)] = np.nan

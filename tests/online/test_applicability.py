@@ -43,7 +43,7 @@ def test_not_applicable(facts: Facts, columns: dict[str, list[float]], why: str 
     assert not_applicable(facts(columns)) == why
 
 
-@pytest.mark.parametrize(("ago", "why"), [(14, "a rank evaluates, or did a moment ago"), (15, None)])
+@pytest.mark.parametrize(("ago", "why"), [(15, "a rank evaluates, or did a moment ago"), (16, None)])
 def test_one_rank_in_eval_counts_as_long_as_a_detector_remembers_it(facts: Facts, ago: int, why: str | None) -> None:
     phases = [[1.0] * 30 for _ in range(4)]
     phases[2][29 - ago] = 2.0
