@@ -118,8 +118,8 @@ def blamed(
         (2.0, 1.0, {}, 10),
         (9.0, 1.0, {}, 10),
         (2.0, 1.0, {"confirm_s": 25.0}, 25),
-        (1.99, 1.0, {}, 16),  # as long as the detectors remember: 16 samples
-        (1.01, 1.0, {}, 16),
+        (1.99, 1.0, {}, 20),  # longer than the detectors remember, 16 samples; a tick comes every 5 s
+        (1.01, 1.0, {}, 20),
         (1.01, 1.0, {"confirm_s": 25.0}, 25),
         (2.0, 5.0, {}, 10),
         (1.99, 5.0, {}, 80),
@@ -141,7 +141,7 @@ def test_the_newest_instant_must_agree_in_every_tick(stream: Callable[..., Any])
     assert well_at_70 == [], "10 s in all, but not in a row"
     assert blamed(stream, lambda t: {5: (9.0, 9.0, 9.0)} if 65 <= t < 80 else {}) == [(75, [5])]
     lasting = blamed(stream, lambda t: {5: (9.0, 9.0, 0.5)} if t >= 60 else {})
-    assert lasting[0] == (76, [5]), "what outlives their memory needs nobody else"
+    assert lasting[0] == (80, [5]), "what outlives their memory needs nobody else"
 
 
 def test_who_deviates_most_must_be_sure_before_anybody_is_blamed(stream: Callable[..., Any]) -> None:
