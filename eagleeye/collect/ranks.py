@@ -153,14 +153,16 @@ class RankTable:
         processes, candidates = self._find()
         parents = {p.pid: p.parent for p in processes.values()}
         chosen = choose(candidates, parents)
+        telling = {candidate.process.pid for candidate in candidates}
         now_s = self._site.clock.now_s()
         with self._lock:
             for key, rank in list(self._ranks.items()):
                 alive = processes.get(rank.process.pid)
                 if rank.exited_s is None and (alive is None or not _same(alive, rank.process)):
                     self._vanish(rank, now_s)
-                elif rank.exited_s is None and key not in chosen:
-                    # It was taken for a rank until its children showed that it only launches them.
+                elif rank.exited_s is None and key not in chosen and rank.process.pid in telling:
+                    # A process that is dying tells nothing any more and stays. This one does: it was taken for a rank until
+                    # its children showed that it only launches them.
                     self._forget(key)
                 elif rank.exited_s is not None and now_s - rank.exited_s > self._site.settings.remember_s:
                     self._forget(key)
