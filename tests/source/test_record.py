@@ -46,23 +46,22 @@ def run(*arguments, limit_bytes=None, cwd=None):
 
 
 def test_the_trace_holds_the_windows_that_were_seen(node, tmp_path):
-    source = ExporterSource(Settings(targets=(node.address,), interval_s=0.05))
+    source = ExporterSource(Settings(targets=(node.address,), interval_s=0.1))
     told: list[tuple[float, int, int]] = []
-    done_s = record(source, SystemClock(), "llm", 3.5, tmp_path / "t", lambda *args: told.append(args))
-    assert done_s == pytest.approx(3.5)
+    done_s = record(source, SystemClock(), "llm", 7.0, tmp_path / "t", lambda *args: told.append(args))
+    assert done_s == pytest.approx(7.0)
     assert len(told) == 70
     assert told[-1][1:] == (2, 4)
     trace = TraceSource(tmp_path / "t")
     assert (trace.job, trace.nodes, trace.groups) == ("llm", ("n0", "n0"), ("pp0", "pp1"))
     assert len(trace.stamps_s) == 70
     end_s = float(trace.stamps_s[-1])
-    live = source.window("llm", end_s, 3.5)
-    again = trace.window("llm", end_s, 3.5)
+    live = source.window("llm", end_s, 7.0)
+    again = trace.window("llm", end_s, 7.0)
     assert again.metrics == live.metrics
     assert "log_hardware_errors" in again.metrics
     np.testing.assert_array_equal(again.values_RMT, live.values_RMT)
-    # on a busy machine one of 70 scrapes at 50 ms may be late; it is missing in both, never made up
-    assert np.isfinite(again.values_RMT).mean() > 0.9
+    assert np.isfinite(again.values_RMT).all()
     source.close()
 
 
