@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package in ("", "eagleeye", "remediation"):
+        if package in ("", "eagleeye", "remediation", "checkpoint"):
             raise
         print(f"eagleeye {options.verb}: needs the package {package!r}: pip install 'eagleeye-toolkit[detect]'", file=sys.stderr)
         return MissingExtra.exit_code
@@ -214,47 +214,128 @@ def _remediate_options(parser: argparse.ArgumentParser) -> None:
         "--interval", metavar="TIME", default="5s", help="time between two looks at the incidents; default %(default)s"
     )
     parser.add_argument("--once", action="store_true", help="look once and exit")
+    parser.add_argument("--act", action="store_true", help="carry the plans out; without it they are only written down")
+    parser.add_argument("--backend", metavar="NAME", help="who sees the jobs and acts on them; default dryrun: nobody")
+    parser.add_argument("--rendezvous", metavar="DIR", help="folder in which the nodes of a local job meet (backend local)")
 
 
 def _remediate(options: argparse.Namespace) -> int:
     import signal
+    from contextlib import closing
     from pathlib import Path
 
     from eagleeye import config, plugins
     from eagleeye.actions.journal import Journal
     from eagleeye.actions.policy import Settings
-    from eagleeye.actions.runner import respond
+    from eagleeye.actions.runner import Runner
     from eagleeye.actions.scorer_client import incidents
     from eagleeye.clock import SystemClock
 
     interval_s = config.duration_s(options.interval)
     data = _file(options)
-    settings = config.settings(Settings, "actions", data, {"journal": options.journal})
-    backend = plugins.load("backend", settings.backend)()
-    journal, clock = Journal(Path(settings.journal)), SystemClock()
+    settings = config.settings(Settings, "actions", data, {"journal": options.journal, "backend": options.backend})
+    if options.act and settings.backend == "dryrun":
+        raise UsageError("--act needs a backend that can act, and dryrun only writes down; choose one with --backend")
+    eyes = _backend(settings.backend, data, {"rendezvous": options.rendezvous})
+    hands = eyes if options.act else plugins.load("backend", "dryrun")()
+    journal, clock = Journal(Path(settings.journal), acting=options.act), SystemClock()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: clock.stop())
-    silent_since = ""
-    while not clock.stopped:
-        try:
-            found, silent_since = incidents(options.scorer), ""
-        except EagleEyeError as error:
+    nodes = "1 node" if settings.max_nodes == 1 else f"{settings.max_nodes} nodes"
+    limits = f"at most {nodes} at a time, never below the job's minimum"
+    mode = f"ACTING through backend {settings.backend}: {limits}" if options.act else "observe only: nothing is touched"
+    print(mode, file=sys.stderr, flush=True)
+    runner = Runner(settings, eyes, hands, journal, clock, lambda text: print(text, flush=True))
+    with closing(journal):
+        silent_since = ""
+        while not clock.stopped:
+            failure = None
+            try:
+                found, silent_since = incidents(options.scorer), ""
+            except EagleEyeError as error:
+                found, failure = [], error
+                if not options.once and str(error) != silent_since:
+                    print(f"eagleeye remediate: {error}", file=sys.stderr, flush=True)
+                silent_since = str(error)
+            runner.respond(found)  # also when the scorer is silent: what was begun goes on
+            if options.once and failure is not None:
+                raise failure
             if options.once:
-                raise
-            if str(error) != silent_since:
-                print(f"eagleeye remediate: {error}", file=sys.stderr, flush=True)
-            found, silent_since = [], str(error)
-        for made, outcomes in respond(found, settings, backend, journal, clock):
-            print(f"incident {made.incident_id} of job {made.job}: {made.reason}", flush=True)
-            for outcome in outcomes:
-                print(f"  {outcome.result.value}: {outcome.detail}", flush=True)
-        if options.once:
-            opened = sum(incident.state.value == "open" for incident in found)
-            print(f"open incidents: {opened}", file=sys.stderr)
-            break
-        clock.sleep_s(interval_s)
-    journal.close()
+                opened = sum(incident.state.value == "open" for incident in found)
+                print(f"open incidents: {opened}", file=sys.stderr)
+                break
+            clock.sleep_s(interval_s)
     return 0
+
+
+def _backend(name: str, data: dict[str, Any], flags: dict[str, Any]) -> Any:
+    """Return the backend called `name`, with its settings from ``[remediation.NAME]`` and the flags if it has any."""
+    from eagleeye import config, plugins
+
+    kind = plugins.load("backend", name)
+    if hasattr(kind, "Settings"):
+        return kind(config.settings(kind.Settings, f"remediation.{name}", data, flags))
+    given = [f"--{flag}" for flag, value in flags.items() if value is not None]
+    if given:
+        raise UsageError(f"backend {name} knows no {given[0]}")
+    return kind()
+
+
+def _cache_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--node", help="name of this node; default $EAGLEEYE_NODE, $NODE_NAME, or the host name")
+    parser.add_argument("--address", help="address at which other nodes reach this cache; default that of the host name")
+    parser.add_argument("--port", type=int, help="TCP port for other nodes; default 9480, 0 takes a free one")
+    parser.add_argument("--run-dir", metavar="DIR", help="folder of the socket, the lock and the index")
+    parser.add_argument("--storage", metavar="DIR", help="folder, shared by all nodes, to which generations are written")
+    parser.add_argument(
+        "--memory-bytes", metavar="SIZE", help="most memory to take, for example 64GiB; default half of the machine's"
+    )
+    parser.add_argument("--peers", metavar="NODE=HOST:PORT,...", help="the other nodes' caches, where no launcher tells them")
+    parser.add_argument("--list", action="store_true", help="print what the cache of this node holds, and exit")
+
+
+def _cache(options: argparse.Namespace) -> int:
+    from checkpoint import listing, place, server
+    from checkpoint.errors import CheckpointError
+    from eagleeye import config
+
+    names = ("node", "address", "port", "run_dir", "storage", "memory_bytes", "peers")
+    flags = {name: getattr(options, name) for name in names}
+    settings = config.settings(server.Settings, "checkpoint", _file(options), flags)
+    try:
+        if options.list:
+            print(listing.table(place.run_dir(settings.run_dir)))
+            return 0
+        return server.serve(settings)
+    except CheckpointError as error:
+        raise EnvironmentLacks(str(error)) from None
+
+
+def _launch_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--job", help="name of the job; default $EAGLEEYE_JOB")
+    parser.add_argument("--nodes", type=int, help="nodes that hold ranks; the job never runs on fewer")
+    parser.add_argument("--ranks-per-node", type=int, help="processes on each node; default 1")
+    parser.add_argument("--spare", action="store_true", default=None, help="this node waits to replace another")
+    parser.add_argument("--rendezvous", metavar="DIR", help="folder that all nodes of the job share")
+    parser.add_argument("--node", help="name of this node; default $EAGLEEYE_NODE, $NODE_NAME, or the host name")
+    parser.add_argument("--address", help="address at which other nodes reach this one; default that of the host name")
+    parser.add_argument("--max-restarts", type=int, help="restarts that may get no further before the job is given up; default 3")
+    parser.add_argument(
+        "--watch", metavar="DIR", help="folder of this node that the script fills by torch.save: kept in the cache"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD", help="the training script and its arguments")
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from eagleeye import config
+    from remediation.launcher import agent
+
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise UsageError("what should be launched? write it after two dashes: eagleeye launch --nodes 4 -- python train.py")
+    names = ("job", "nodes", "ranks_per_node", "spare", "rendezvous", "node", "address", "max_restarts", "watch")
+    flags = {name: getattr(options, name) for name in names}
+    return agent.launch(config.settings(agent.Settings, "remediation.launcher", _file(options), flags), command)
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
@@ -435,10 +516,16 @@ VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[
     "record": ("Record a live job as a trace.", _record_options, _record),
     "score": ("Judge live jobs, or recorded traces with --replay.", _score_options, _score),
     "remediate": (
-        "Plan what should be done about incidents, and write it down; nothing is touched.",
+        "Plan what should be done about incidents, and write it down; nothing is touched without --act.",
         _remediate_options,
         _remediate,
     ),
+    "cache": (
+        "Hold this node's checkpoints in memory, copy them to the next node, and write them to storage.",
+        _cache_options,
+        _cache,
+    ),
+    "launch": ("Start a training script on this node, restart it, leave out bad nodes.", _launch_options, _launch),
     "train": ("Learn from history or traces, and register a candidate.", _train_options, _train),
     "promote": ("Make a registered version the live one.", _promote_options, _promote),
     "evaluate": ("Judge verdicts on labelled traces.", _evaluate_options, _evaluate),

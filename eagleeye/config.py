@@ -21,7 +21,7 @@ S = TypeVar("S")
 DEFAULT_FILE = Path("eagleeye.toml")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-SECTIONS = ("collect", "source", "offline", "online", "actions", "remediation")
+SECTIONS = ("collect", "source", "offline", "online", "actions", "remediation", "checkpoint")
 
 
 def duration_s(text: str | float) -> float:

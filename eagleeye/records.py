@@ -171,6 +171,22 @@ class Outcome:
     ended_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """What a backend sees of a job at this moment, so that a plan can keep within its budget.
+
+    `nodes` hold ranks now, `spares` are ready to take over, `excluded` were taken out. The job cannot run on fewer than `min_nodes`.
+    `running_since_s` is when the ranks of the present round were started, None while the job forms, stops or restarts.
+    """
+
+    job: str
+    nodes: tuple[str, ...]
+    spares: tuple[str, ...]
+    excluded: tuple[str, ...]
+    min_nodes: int
+    running_since_s: float | None
+
+
 R = TypeVar("R")
 
 

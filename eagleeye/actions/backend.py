@@ -2,18 +2,39 @@
 
 from typing import Protocol
 
-from eagleeye.records import Action, Result
+from eagleeye.records import Action, JobView, Result
 
 
 class RemediationBackend(Protocol):
-    """Does one action at a time on a cluster, a scheduler, or on paper.
-
-    `perform` may be repeated with the same `operation_id` after a crash or an unclear answer and must then change nothing
-    twice. It returns DONE or OBSERVED with a sentence, or raises TransientError, PermanentError or AmbiguousError.
-    """
+    """Looks at a job and does one action at a time on a cluster, a scheduler, or on paper."""
 
     name: str
 
-    def perform(self, operation_id: str, action: Action) -> tuple[Result, str]:
-        """Carry out `action`; return how it ended and one sentence."""
+    def observe(self, job: str) -> JobView | None:
+        """Return what is seen of `job`; None when this backend cannot see jobs at all. Changes nothing.
+
+        Raises
+        ------
+        TransientError
+            It could not be looked at just now; no plan is carried out without a look.
+        PermanentError
+            There is no such job.
+        """
+        ...
+
+    def perform(self, operation_id: str, action: Action, job: str, reason: str) -> tuple[Result, str]:
+        """Carry out `action` on `job` because of `reason`; return DONE or OBSERVED and one sentence.
+
+        May be repeated with the same `operation_id`, after a crash or an unclear answer, and then changes nothing twice and returns
+        what the first call did. Keeps the budget by itself, too: never below the job's minimum of nodes.
+
+        Raises
+        ------
+        TransientError
+            Nothing changed; the same request may succeed later.
+        PermanentError
+            Nothing changed, and repeating cannot help.
+        AmbiguousError
+            It may or may not have been done; a repetition with the same `operation_id` will tell.
+        """
         ...

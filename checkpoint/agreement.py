@@ -1,0 +1,74 @@
+"""How the ranks of a job agree on what to restore, so that all of them go on from the same generation or none does."""
+
+import json
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from checkpoint.errors import UsageError
+
+_MAX_BYTES = 4096
+
+
+class Agreement(Protocol):
+    """Two questions that all ranks ask together, in the same order."""
+
+    def largest(self, number: int) -> int:
+        """Return the largest number that any rank gives."""
+        ...
+
+    def tell(self, words: Any) -> Any:
+        """Return what rank 0 says (JSON, at most 4 kB); the others' words do not count."""
+        ...
+
+
+class Alone:
+    """A job of one rank."""
+
+    def largest(self, number: int) -> int:
+        """Return the number."""
+        return number
+
+    def tell(self, words: Any) -> Any:
+        """Return the words."""
+        return words
+
+
+class Collective:
+    """Agreement by torch.distributed, over gloo whatever the job itself uses, so that no GPU is needed for it."""
+
+    def __init__(self) -> None:
+        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def largest(self, number: int) -> int:
+        """Return the largest number that any rank gives."""
+        shared = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        return int(shared.item())
+
+    def tell(self, words: Any) -> Any:
+        """Return what rank 0 says."""
+        room = torch.zeros(_MAX_BYTES, dtype=torch.uint8)
+        if dist.get_rank() == 0:
+            text = json.dumps(words).encode().ljust(_MAX_BYTES)
+            room = torch.frombuffer(bytearray(text[:_MAX_BYTES]), dtype=torch.uint8)
+        dist.broadcast(room, 0, group=self._group)
+        return json.loads(bytes(room.tolist()))
+
+
+def agreement(world_size: int) -> Agreement:
+    """Return the way in which this process's job agrees.
+
+    Raises
+    ------
+    UsageError
+        There are several ranks and no process group by which they could.
+    """
+    if world_size == 1:
+        return Alone()
+    if not (dist.is_available() and dist.is_initialized()):
+        raise UsageError(f"{world_size} ranks must agree on what to restore: call torch.distributed.init_process_group before")
+    if dist.get_world_size() != world_size:
+        raise UsageError(f"the process group has {dist.get_world_size()} ranks and WORLD_SIZE says {world_size}")
+    return Collective()

@@ -1,0 +1,568 @@
+"""The training process's side: save a state in the time of a copy, restore the newest one that all ranks have.
+
+::
+
+    client = Client()
+    restored = client.load(into=state)              # None at the very first start
+    ...
+    client.save(step, state)                        # returns after the copy; the rest happens in the node's cache
+"""
+
+import ctypes
+import mmap
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint import place
+from checkpoint.agreement import Agreement, agreement
+from checkpoint.errors import CacheGone, CannotRun, CheckpointError, PeerError, Superseded, UsageError
+from checkpoint.manifest import Generation, Manifest, decode, generation, verify
+from checkpoint.protocol import VERSION, Message, receive, send
+from checkpoint.state import Place, flatten, misfit, places, put_into, unflatten, views
+
+LEVELS = ("cached", "replicated", "persistent")
+CONNECT_S = 10.0
+ANSWER_S = 120.0
+"""A cache that verifies, fetches and asks others may take so long to answer."""
+AGAIN_S = 1.0
+FULL_AGAIN_S = 0.05
+_FINE, _BAD_COPY, _FATAL = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """One rank's part of one save. Each level is a `concurrent.futures.Future`: ``handle.persistent.result(timeout=60)``.
+
+    `cached`: the node's cache has it, a crash of the training process cannot harm it. `replicated`: another node has a copy.
+    `persistent`: it is in the storage folder. A level that will not be reached raises a `CheckpointError` that says why.
+    """
+
+    step: int
+    generation: str
+    cached: "Future[None]" = field(default_factory=Future)
+    replicated: "Future[None]" = field(default_factory=Future)
+    persistent: "Future[None]" = field(default_factory=Future)
+
+    def wait(self, level: str = "cached", timeout_s: float | None = None) -> None:
+        """Return when `level` is reached.
+
+        Raises
+        ------
+        CheckpointError
+            It will not be reached, or not in time.
+        """
+        if level not in LEVELS:
+            raise UsageError(f"there is no level {level!r}; there are {', '.join(LEVELS)}")
+        try:
+            getattr(self, level).result(timeout_s)
+        except FutureTimeout:
+            raise CheckpointError(f"step {self.step} is not {level} after {timeout_s:g} s") from None
+
+    def _reach(self, level: str, error: CheckpointError | None = None) -> None:
+        future: Future[None] = getattr(self, level)
+        # what came first counts: a level that was reached stays reached when the cache goes away
+        with suppress(InvalidStateError):
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What `Client.load` restored. `source` is ``local``, ``neighbour`` or ``storage``, `holder` the node that held the copy.
+
+    `state` is all that was saved, in memory of its own. `notes` tell which newer generations or nearer copies were passed over,
+    and why.
+    """
+
+    step: int
+    generation: str
+    source: str
+    holder: str
+    seconds: float
+    state: Any
+    notes: tuple[str, ...] = ()
+
+
+class Client:
+    """One rank's connection to the cache of its node. Use one per process, from one thread.
+
+    Parameters
+    ----------
+    job, rank, world_size : default from EAGLEEYE_JOB (else TORCHELASTIC_RUN_ID, else ``job``), RANK and WORLD_SIZE
+    run_dir : run folder of the cache; default as the cache chooses it
+    timeout_s : how long `save` waits for free memory before it raises; meanwhile training stands still, and nothing is skipped
+
+    Raises
+    ------
+    UsageError
+        Rank or world size are impossible.
+    """
+
+    def __init__(
+        self,
+        job: str = "",
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        run_dir: str = "",
+        timeout_s: float = 60.0,
+    ) -> None:
+        env = os.environ
+        self.job = job or env.get("EAGLEEYE_JOB") or env.get("TORCHELASTIC_RUN_ID") or "job"
+        self.rank = int(env.get("RANK", "0")) if rank is None else rank
+        self.world_size = int(env.get("WORLD_SIZE", "1")) if world_size is None else world_size
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"there is no rank {self.rank} among {self.world_size}; check RANK and WORLD_SIZE")
+        try:
+            text = env.get("EAGLEEYE_CHECKPOINT__PEERS")
+            self._peers = None if text is None else place.peers(text)
+        except ValueError as error:
+            raise UsageError(f"EAGLEEYE_CHECKPOINT__PEERS: {error}") from None
+        self._run_dir = place.run_dir(run_dir)
+        self._timeout_s = timeout_s
+        self._agreement: Agreement | None = None
+        self._start: tuple[int, str] | None = None
+        self._connect_lock = threading.Lock()
+        self._layout: _Layout | None = None
+        self._layouts = 0
+        self._last: Handle | None = None
+        self._connection: _Connection | None = None
+        self._connecting: threading.Thread | None = None
+        self._closed = False
+
+    def load(self, into: Any = None) -> Restored | None:
+        """Restore the newest generation of which every rank's shard is intact; None when nothing was ever saved.
+
+        All ranks call it together and go on from the same generation. `into`, a state as it is given to `save`, is filled in
+        place, and only when every rank has verified bytes that fit; without it the state is only returned.
+
+        Raises
+        ------
+        CacheGone
+            A rank has no cache on its node.
+        CheckpointError
+            A generation existed and none can be restored: whether to start anew is for a human to decide.
+        UsageError
+            What was saved does not fit into `into`.
+        """
+        began_s = time.monotonic()
+        together = self._together()
+        connection, problem = None, ""
+        try:
+            connection = self._connected(CONNECT_S)
+        except CheckpointError as error:
+            problem = str(error)
+        if together.largest(_FATAL if connection is None else _FINE) or connection is None:
+            raise CacheGone(problem or "another rank has no cache on its node, and says so; nobody restores")
+        excluded: list[str] = []
+        notes: list[str] = []
+        while True:
+            choice = together.tell(self._choose(connection, excluded, notes) if self.rank == 0 else None)
+            if "error" in choice:
+                raise CheckpointError(choice["error"])
+            chosen = choice["generation"]
+            if chosen is None:
+                self._begin(together, choice["attempt"])
+                for note in notes:
+                    _say(f"rank {self.rank}: {note}")
+                return None
+            code, problem, fetched = self._fetch(connection, chosen, into)
+            worst = together.largest(code)
+            if worst == _FATAL:
+                raise UsageError(problem or f"the checkpoint of step {generation(chosen).step} does not fit on another rank")
+            if worst == _FINE and fetched is not None:
+                break
+            notes.append(problem or f"step {generation(chosen).step}: another rank found no intact copy")
+            excluded.append(chosen)
+        state, answer = fetched
+        if into is not None:
+            put_into(into, state)
+        self._begin(together, choice["attempt"])
+        notes += answer["tried"]
+        step = generation(chosen).step
+        restored = Restored(
+            step, chosen, answer["source"], answer["holder"], time.monotonic() - began_s, state, tuple(notes)
+        )  # fmt: skip
+        for note in notes:
+            _say(f"rank {self.rank}: {note}")
+        _say(f"rank {self.rank} restored step {step} from {_place(restored)} in {restored.seconds:.2f} s")
+        return restored
+
+    def save(self, step: int, state: Any) -> Handle:
+        """Save this rank's part of the state after `step` and return as soon as it is copied.
+
+        While the node's cache is gone the handle's levels raise `CacheGone` and training goes on; it is looked for meanwhile.
+        Saving the same step again returns the same handle.
+
+        Raises
+        ------
+        UsageError
+            The state holds something that cannot be saved, or `step` is no step.
+        CannotRun
+            The cache had no memory free for `timeout_s`.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
+            raise UsageError(f"{step!r} is no step to save")
+        if self._start is None:
+            together = self._together()
+            self._begin(together, together.largest(self._newest_attempt()))
+        assert self._start is not None
+        attempt, token = self._start
+        wanted = str(Generation(attempt, step, token))
+        if self._last is not None and self._last.generation == wanted:
+            return self._last
+        flat = flatten(state)
+        handle = Handle(step, wanted)
+        connection = self._connection_or_none(0.0)
+        if connection is None:
+            for level in LEVELS:
+                handle._reach(level, CacheGone(f"the cache in {self._run_dir} is gone; step {step} is saved nowhere"))
+            return handle
+        if self._layout is None or not self._layout.fits(flat.tensors, flat.skeleton):
+            self._layouts += 1
+            self._layout = _Layout(self._layouts, flat.tensors, flat.skeleton)
+        try:
+            connection.save(handle, self._layout, flat.tensors, flat.values, self._timeout_s)
+        except (OSError, CacheGone) as error:
+            connection.lose(f"the cache in {self._run_dir} went away ({error})")
+            for level in LEVELS:
+                handle._reach(level, CacheGone(f"the cache in {self._run_dir} went away during the save of step {step}"))
+        else:
+            self._last = handle
+        return handle
+
+    def close(self) -> None:
+        """End the connection. What was saved stays in the cache."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.lose("the client was closed")
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _together(self) -> Agreement:
+        if self._agreement is None:
+            self._agreement = agreement(self.world_size)
+        return self._agreement
+
+    def _choose(self, connection: "_Connection", excluded: list[str], notes: list[str]) -> Message:
+        """Return rank 0's choice for all: a generation, or that there is none yet, or why nobody may go on."""
+        try:
+            answer = connection.ask({"op": "choose", "exclude": excluded}, "chosen")
+        except CheckpointError as error:
+            return {"error": str(error)}
+        notes += [note for note in answer["passed_over"] if note not in notes]
+        if answer["generation"] is None and answer["existed"] is not None:
+            step, why = generation(answer["existed"]).step, "; ".join(notes)
+            sentence = f"job {self.job} had a checkpoint of step {step} and nothing can be restored ({why}"
+            return {"error": f"{sentence[:3000]}); bring its holders back, or give the job another name to start anew"}
+        return {"generation": answer["generation"], "attempt": answer["attempt"]}
+
+    def _newest_attempt(self) -> int:
+        """Return the number of the newest start that the cache knows of, 0 when it knows none or is not there."""
+        connection = self._connection_or_none(CONNECT_S)
+        with suppress(CheckpointError):
+            if connection is not None:
+                return int(connection.ask({"op": "choose", "exclude": []}, "chosen")["attempt"])
+        return 0
+
+    def _begin(self, together: Agreement, newest_attempt: int) -> None:
+        """Give the generations of this start a number and a token that no other start has, the same on every rank.
+
+        The number is the time, so that it grows even when no cache is there to tell the last one.
+        """
+        self._start = tuple(together.tell([max(newest_attempt + 1, int(time.time())), secrets.token_hex(4)]))
+
+    def _fetch(self, connection: "_Connection", chosen: str, into: Any) -> tuple[int, str, tuple[Any, Message] | None]:
+        """Return (how it went, what is wrong, the state and where it came from)."""
+        try:
+            manifest, buffer, answer = connection.fetch(chosen)
+            content = manifest.content
+            where = [Place(*item) for item in content["items"]["places"]]
+            state = unflatten(content["items"]["skeleton"], views(buffer, where), content["values"])
+        except (KeyError, TypeError) as error:
+            return _BAD_COPY, f"step {generation(chosen).step}: its description is broken ({error})", None
+        except (CheckpointError, OSError) as error:
+            return _BAD_COPY, str(error), None
+        if into is not None and (why := misfit(into, state)):
+            return _FATAL, f"the checkpoint of step {generation(chosen).step} does not fit: {why}", None
+        return _FINE, "", (state, answer)
+
+    def _connected(self, patience_s: float) -> "_Connection":
+        """Return a living connection, trying for `patience_s`. Raises CheckpointError."""
+        until_s = time.monotonic() + patience_s
+        with self._connect_lock:
+            while self._connection is None or self._connection.lost:
+                try:
+                    self._connection = _Connection(self)
+                except CacheGone:
+                    if time.monotonic() >= until_s:
+                        raise
+                    time.sleep(0.1)
+            return self._connection
+
+    def _connection_or_none(self, patience_s: float) -> "_Connection | None":
+        """Return a living connection, or None and look for the cache in the background."""
+        if self._connection is not None and not self._connection.lost:
+            return self._connection
+        if patience_s:
+            try:
+                return self._connected(patience_s)
+            except CheckpointError as error:
+                _say(f"rank {self.rank}: {error}; training goes on without checkpoints until it is there")
+        if self._connecting is None or not self._connecting.is_alive():
+            self._connecting = threading.Thread(target=self._look_for_cache, daemon=True)
+            self._connecting.start()
+        return None
+
+    def _look_for_cache(self) -> None:
+        while not self._closed:
+            try:
+                self._connected(0.0)
+            except CheckpointError:
+                time.sleep(AGAIN_S)
+            else:
+                _say(f"rank {self.rank}: the cache is back; checkpoints go on")
+                return
+
+
+class _Layout:
+    """Where the tensors of a state lie in a shard. Made once, and used as long as the state keeps its form."""
+
+    def __init__(self, number: int, tensors: list[Tensor], skeleton: Any) -> None:
+        self.number = number
+        self.skeleton = skeleton
+        self.places, self.nbytes = places(tensors)
+        self._forms = [(t.dtype, t.shape) for t in tensors]
+
+    def fits(self, tensors: list[Tensor], skeleton: Any) -> bool:
+        """Whether this is the layout of a state."""
+        return self.skeleton == skeleton and self._forms == [(t.dtype, t.shape) for t in tensors]
+
+
+class _Connection:
+    """The socket to the cache, a thread that reads it, and the memory that came over it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.lost = ""
+        self._changed = threading.Condition()
+        self._requests: dict[int, Future[tuple[Message, list[int]]]] = {}
+        self._asked = 0
+        self._handles: dict[str, Handle] = {}
+        self._slabs: dict[int, Tensor] = {}
+        self._views: dict[tuple[int, int], list[Tensor]] = {}
+        self._ready: int | None = None
+        self._full = ""
+        self._reserved_bytes = 0
+        self._layout_sent = 0
+        self._sock = socket.socket(socket.AF_UNIX)
+        self._sending = threading.Lock()
+        run_dir = client._run_dir
+        try:
+            self._sock.settimeout(CONNECT_S)
+            with place.socket_address(run_dir) as address:
+                self._sock.connect(address)
+            hello: Message = {"op": "hello", "version": VERSION, "job": client.job, "rank": client.rank}
+            send(self._sock, hello | {"world_size": client.world_size, "peers": client._peers})
+            got = receive(self._sock)
+            if got is None:
+                raise PeerError("it closed the connection")
+            self._sock.settimeout(None)
+        except (OSError, PeerError) as error:
+            self._sock.close()
+            raise CacheGone(f"no cache answers in {run_dir} ({error}); start `eagleeye cache` on this node") from None
+        if got[0]["op"] != "welcome":
+            self._sock.close()
+            raise UsageError(f"the cache in {run_dir} refuses: {got[0].get('why', got[0]['op'])}")
+        threading.Thread(target=self._read, daemon=True, name="checkpoint").start()
+
+    def ask(self, message: Message, expected: str) -> Message:
+        """Send a question and return its answer. Raises CacheGone."""
+        return self._ask(message, expected)[0]
+
+    def fetch(self, chosen: str) -> tuple[Manifest, Tensor, Message]:
+        """Return a shard's manifest, its bytes in memory of our own, verified, and what the cache tells of their origin."""
+        answer, files = self._ask({"op": "fetch", "generation": chosen}, "fetched")
+        if "error" in answer:
+            raise CheckpointError(answer["error"])
+        try:
+            manifest = decode(answer["manifest"])
+            # optimizers keep the tensors that they are given, so these must not lie in memory that the cache uses again
+            buffer = torch.empty(manifest.nbytes, dtype=torch.uint8)
+            if manifest.nbytes:
+                shared = mmap.mmap(files[0], manifest.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                buffer.copy_(torch.frombuffer(shared, dtype=torch.uint8))
+        finally:
+            for file in files:
+                os.close(file)
+            self._send({"op": "release", "slab": answer["slab"]})
+        verify(manifest, memoryview((ctypes.c_char * manifest.nbytes).from_address(buffer.data_ptr())).cast("B"))
+        return manifest, buffer, answer
+
+    def save(self, handle: Handle, layout: _Layout, tensors: list[Tensor], values: list[Any], timeout_s: float) -> None:
+        """Copy the tensors into a slab and hand it to the cache."""
+        if layout.number != self._layout_sent:
+            items = {"skeleton": layout.skeleton, "places": layout.places}
+            self._send({"op": "layout", "layout": layout.number, "items": items})
+            self._layout_sent = layout.number
+            self._views.clear()
+        number = self._free_slab(layout.nbytes, timeout_s)
+        into = self._views.get((number, layout.number))
+        if into is None:
+            into = self._views[number, layout.number] = views(self._slabs[number], layout.places)
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(into, tensors)
+        with self._changed:
+            self._handles[handle.generation] = handle
+            self._ready = None
+        seal = {"op": "seal", "slab": number, "generation": handle.generation, "layout": layout.number}
+        self._send(seal | {"values": values, "nbytes": layout.nbytes})
+        # the next save finds its memory waiting
+        self._reserve(layout.nbytes)
+
+    def lose(self, why: str) -> None:
+        """Give up: whoever waits for anything is told."""
+        with self._changed:
+            if self.lost:
+                return
+            self.lost = why
+            handles, self._handles = list(self._handles.values()), {}
+            requests, self._requests = list(self._requests.values()), {}
+            self._changed.notify_all()
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        gone = CacheGone(why)
+        for request in requests:
+            request.set_exception(gone)
+        for handle in handles:
+            for level in LEVELS:
+                handle._reach(level, CacheGone(f"{why}, so it is not known whether step {handle.step} went further"))
+
+    def _reserve(self, nbytes: int) -> None:
+        with self._changed:
+            self._ready, self._full, self._reserved_bytes = None, "", nbytes
+        self._send({"op": "reserve", "nbytes": nbytes})
+
+    def _free_slab(self, nbytes: int, timeout_s: float) -> int:
+        """Return a slab to fill, waiting for one if need be."""
+        until_s = time.monotonic() + timeout_s
+        if self._reserved_bytes:
+            self._wait_for_slab(until_s)
+        if self._reserved_bytes < nbytes:
+            self._reserve(nbytes)
+            self._wait_for_slab(until_s)
+        while self._ready is None:
+            if time.monotonic() >= until_s:
+                raise CannotRun(f"the cache has had no memory for a save of {nbytes} bytes for {timeout_s:g} s: {self._full}")
+            time.sleep(FULL_AGAIN_S)
+            self._reserve(nbytes)
+            self._wait_for_slab(until_s)
+        return self._ready
+
+    def _wait_for_slab(self, until_s: float) -> None:
+        with self._changed:
+            answered = self._changed.wait_for(
+                lambda: self._ready is not None or self._full or self.lost, max(1.0, until_s - time.monotonic())
+            )
+            if self.lost:
+                raise CacheGone(self.lost)
+            if not answered:
+                raise CannotRun("the cache does not answer; is it stopped?")
+
+    def _ask(self, message: Message, expected: str) -> tuple[Message, list[int]]:
+        future: Future[tuple[Message, list[int]]] = Future()
+        with self._changed:
+            if self.lost:
+                raise CacheGone(self.lost)
+            self._asked += 1
+            number = self._asked
+            self._requests[number] = future
+        self._send(message | {"request": number})
+        try:
+            answer, files = future.result(ANSWER_S)
+        except FutureTimeout:
+            raise CacheGone(f"the cache did not answer in {ANSWER_S:g} s") from None
+        if answer["op"] != expected:
+            raise CacheGone(f"the cache answers {answer['op']} instead of {expected}")
+        return answer, files
+
+    def _send(self, message: Message) -> None:
+        try:
+            with self._sending:
+                send(self._sock, message)
+        except OSError as error:
+            self.lose(f"the cache in {self._client._run_dir} went away ({error})")
+            raise CacheGone(self.lost) from None
+
+    def _read(self) -> None:
+        why = f"the cache in {self._client._run_dir} ended"
+        try:
+            while (got := receive(self._sock, max_files=1)) is not None:
+                self._take(*got)
+        except (OSError, CheckpointError) as error:
+            why = f"{why} ({error})"
+        if not self._client._closed:
+            _say(f"rank {self._client.rank}: {why}; it is looked for")
+        self.lose(why)
+        self._sock.close()
+        if not self._client._closed:
+            self._client._connection_or_none(0.0)
+
+    def _take(self, message: Message, files: list[int]) -> None:
+        kind = message["op"]
+        if kind == "state":
+            handle = self._handles.get(message["generation"])
+            if handle is not None:
+                error = message.get("error")
+                handle._reach(message["level"], Superseded(error) if error else None)
+                if handle.replicated.done() and handle.persistent.done():
+                    self._handles.pop(message["generation"], None)
+        elif kind == "slab":
+            if files:
+                shared = mmap.mmap(files[0], message["nbytes"], flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                os.close(files[0])
+                self._slabs[message["slab"]] = torch.frombuffer(shared, dtype=torch.uint8)
+            with self._changed:
+                self._ready = message["slab"]
+                self._changed.notify_all()
+        elif kind == "full":
+            with self._changed:
+                self._full = message["why"]
+                self._changed.notify_all()
+        elif "request" in message:
+            with self._changed:
+                request = self._requests.pop(message["request"], None)
+            if request is not None:
+                request.set_result((message, files))
+            else:
+                for file in files:
+                    os.close(file)
+
+
+def _place(restored: Restored) -> str:
+    if restored.source == "neighbour":
+        return f"neighbour {restored.holder}"
+    return "this node's memory" if restored.source == "local" else "storage"
+
+
+def _say(text: str) -> None:
+    print(f"checkpoint: {text}", file=sys.stderr, flush=True)

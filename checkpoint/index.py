@@ -1,0 +1,96 @@
+"""What a cache holds, as rows of SQLite: for people and tools to read, also when no cache runs. Never the only truth.
+
+The memory's rows are those of the running cache; the storage's rows are rebuilt from the manifests in the folder.
+"""
+
+import sqlite3
+import threading
+from pathlib import Path
+
+from checkpoint.manifest import Key
+
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS shards (
+    job TEXT NOT NULL, generation TEXT NOT NULL, rank INTEGER NOT NULL,
+    step INTEGER NOT NULL, origin TEXT NOT NULL, nbytes INTEGER NOT NULL,
+    in_memory INTEGER NOT NULL, replica TEXT NOT NULL, stored INTEGER NOT NULL, error TEXT NOT NULL,
+    changed_s INTEGER NOT NULL DEFAULT (unixepoch()),
+    PRIMARY KEY (job, generation, rank)
+);
+"""
+COLUMNS = ("job", "generation", "rank", "step", "origin", "nbytes", "in_memory", "replica", "stored", "error", "changed_s")
+
+
+class Index:
+    """One file. An unusable one is moved aside and begun anew: nothing is lost by that.
+
+    Raises
+    ------
+    sqlite3.Error, OSError
+        The disk is full or the folder cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.moved = ""
+        self._lock = threading.Lock()
+        try:
+            self._db = self._open(path)
+        except sqlite3.OperationalError:
+            raise  # a full or locked disk says nothing about the file
+        except sqlite3.DatabaseError:
+            broken = path.with_suffix(".broken")
+            path.replace(broken)
+            for suffix in ("-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            self.moved = f"{path} was no usable index and lies in {broken} now; a new one is made"
+            self._db = self._open(path)
+
+    @staticmethod
+    def _open(path: Path) -> sqlite3.Connection:
+        db = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")  # what a power cut takes is made again
+            if db.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
+                raise sqlite3.DatabaseError("another version")
+            db.executescript(_SCHEMA)
+            db.execute(f"PRAGMA user_version={_VERSION}")
+            # memory does not outlive the cache that held it
+            db.execute("DELETE FROM shards")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def put(
+        self, key: Key, origin: str, nbytes: int, *, in_memory: bool, replica: str = "", stored: bool = False, error: str = ""
+    ) -> None:
+        """Write what is true of one shard now."""
+        row = (key.job, str(key.generation), key.rank, key.generation.step, origin, nbytes, in_memory, replica, stored, error)
+        with self._lock:
+            self._db.execute(f"INSERT OR REPLACE INTO shards ({', '.join(COLUMNS[:-1])}) VALUES (?,?,?,?,?,?,?,?,?,?)", row)
+
+    def drop(self, key: Key) -> None:
+        """Forget a shard."""
+        with self._lock:
+            self._db.execute(
+                "DELETE FROM shards WHERE job = ? AND generation = ? AND rank = ?", (key.job, str(key.generation), key.rank)
+            )
+
+    def close(self) -> None:
+        """Release the file."""
+        with self._lock:
+            self._db.close()
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    """Return all rows of an index that may be in use, newest generation first. Raises sqlite3.Error or OSError."""
+    if not path.exists():
+        raise FileNotFoundError(2, "there is no index", str(path))
+    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)
+    try:
+        found = db.execute(f"SELECT {', '.join(COLUMNS)} FROM shards ORDER BY job, generation DESC, rank").fetchall()
+    finally:
+        db.close()
+    return [dict(zip(COLUMNS, row, strict=True)) for row in found]

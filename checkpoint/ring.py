@@ -1,0 +1,20 @@
+"""Who backs up whom. Pure."""
+
+import re
+from collections.abc import Iterable
+
+
+def successors(node: str, nodes: Iterable[str]) -> list[str]:
+    """Return the other nodes in the order in which they are asked to hold a copy of what `node` saves.
+
+    The next node first (as in the TRANSOM paper, where rank i backs up to i + 1), then the ones after it, so that any number of
+    nodes works and a dead neighbour is passed over. Names are ordered as people count: node2 before node10.
+    """
+    ordered = sorted({*nodes, node}, key=natural)
+    at = ordered.index(node)
+    return ordered[at + 1 :] + ordered[:at]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a key by which node2 is sorted before node10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
