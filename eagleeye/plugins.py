@@ -22,6 +22,7 @@ TABLE: dict[tuple[str, str], str] = {
     ("detector", "matrix_profile"): "eagleeye.detectors.matrix_profile:KnnMatrixProfile",
     ("detector", "lof"): "eagleeye.detectors.lof:Lof",
     ("backend", "dryrun"): "remediation.dryrun:DryRun",
+    ("backend", "local"): "remediation.local:Local",
 }
 
 

@@ -1,6 +1,6 @@
 """The backend without hands: says what would be done, does nothing."""
 
-from eagleeye.records import Action, ActionKind, Result
+from eagleeye.records import Action, ActionKind, JobView, Result
 
 _SENTENCES = {
     ActionKind.NOTIFY: "would tell the owner of job {}",
@@ -15,6 +15,10 @@ class DryRun:
 
     name = "dryrun"
 
-    def perform(self, operation_id: str, action: Action) -> tuple[Result, str]:
+    def observe(self, job: str) -> JobView | None:
+        """Return None: it sees no jobs."""
+        return None
+
+    def perform(self, operation_id: str, action: Action, job: str, reason: str) -> tuple[Result, str]:
         """Return OBSERVED and what the action would have done."""
         return Result.OBSERVED, _SENTENCES[action.kind].format(action.target)

@@ -1,5 +1,6 @@
 """The journal is a real file: it survives a kill, serves two processes, and says in one sentence what is wrong with its place."""
 
+import json
 import os
 import re
 import signal
@@ -8,15 +9,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from eagleeye.actions.journal import Journal
+from eagleeye.actions.journal import Journal, Operation
 from eagleeye.errors import EnvironmentLacks
-from eagleeye.records import Action, ActionKind, Outcome, Plan, Result
+from eagleeye.records import Action, ActionKind, Outcome, Plan, Result, to_json
 
-PLAN = Plan("a1", "llm", (Action(ActionKind.NOTIFY, "llm"),), "why")
+PLAN = Plan("a1", "llm", (Action(ActionKind.EVICT, "n3"),), "why")
+TOLD = Plan("a1", "llm", (Action(ActionKind.NOTIFY, "llm"),), "nobody is to blame")
 
 
 @pytest.fixture
@@ -31,93 +34,231 @@ def journal(path: Path) -> Iterator[Journal]:
     made.close()
 
 
-def outcome(operation_id: str, result: Result = Result.DONE) -> Outcome:
-    return Outcome(operation_id, result, "done", 1.0, 2.0)
+def ended(operation_id: str, result: Result = Result.DONE, next_try_s: float | None = None, attempts: int = 1) -> Operation:
+    return Operation(1.0, attempts, False, next_try_s, Outcome(operation_id, result, "so", 1.0, 2.0))
 
 
 def test_plans(journal: Journal, path: Path) -> None:
-    assert journal.plans() == []
+    assert journal.plans(acted=False) == []
     assert journal.record(PLAN, 10.0)
-    assert not journal.record(Plan("a1", "llm", PLAN.actions, "said in other words"), 11.0)
-    other = Plan("a1", "llm", (), "other actions")
+    assert not journal.record(replace(PLAN, reason="said in other words"), 11.0)
+    other = replace(PLAN, actions=())
     assert journal.record(other, 11.0)
-    assert journal.record(Plan("a0", "llm", (), "earlier"), 5.0)
+    assert journal.record(replace(other, incident_id="a0"), 5.0)
     journal.close()
     again = Journal(path)
-    assert again.plans() == [Plan("a0", "llm", (), "earlier"), PLAN, other]
+    assert again.plans(acted=False) == [replace(other, incident_id="a0"), PLAN, other]
+    assert again.plans(acted=True) == []
     again.close()
 
 
-def test_operations(journal: Journal) -> None:
-    assert journal.claim("a1-0", 1.0)
-    assert journal.claim("a1-1", 2.0)
-    assert not journal.claim("a1-0", 3.0)
+def test_what_only_tells_is_another_plan_when_it_tells_something_else(journal: Journal) -> None:
+    assert journal.record(TOLD, 1.0)
+    assert not journal.record(TOLD, 2.0)
+    assert journal.record(replace(TOLD, reason="no spare is left"), 3.0)
+
+
+def test_unfinished_plans(journal: Journal, path: Path) -> None:
+    assert journal.record(TOLD, 2.0)
+    assert journal.record(PLAN, 1.0)
+    assert journal.unfinished() == [PLAN, TOLD]
+    journal.end(PLAN, 3.0)
+    assert journal.unfinished() == [TOLD]
+    assert not journal.record(PLAN, 4.0), "what was ended is not begun again"
+    assert journal.unfinished() == [TOLD]
+
+
+def test_operations(journal: Journal, path: Path) -> None:
+    assert journal.operation("a1-0") is None
+    begun = Operation(7.0, 1, False, None, None)
+    journal.write("a1-0", begun)
+    assert journal.operation("a1-0") == begun
+    assert not begun.over
     assert journal.outcomes() == []
-    journal.finish(outcome("a1-1"))
-    journal.finish(outcome("a1-0", Result.AMBIGUOUS))
-    assert [(o.operation_id, o.result) for o in journal.outcomes()] == [("a1-0", Result.AMBIGUOUS), ("a1-1", Result.DONE)]
-
-
-def test_two_journals_of_one_file_see_each_other(journal: Journal, path: Path) -> None:
+    later = replace(ended("a1-0", Result.AMBIGUOUS, 9.0), begun_s=8.0, unclear=True)
+    journal.write("a1-0", later)
+    assert journal.operation("a1-0") == replace(later, begun_s=7.0), "it was first begun when it was first begun"
+    assert not later.over
+    journal.write("a1-1", ended("a1-1"))
+    assert [(o.operation_id, o.result) for o in journal.outcomes()] == [("a1-1", Result.DONE), ("a1-0", Result.AMBIGUOUS)]
+    last = replace(later, begun_s=7.0, attempts=5, next_try_s=None)
+    journal.write("a1-0", last)
+    assert last.over
     other = Journal(path)
-    assert journal.claim("a1-0", 1.0)
-    assert not other.claim("a1-0", 1.0)
-    journal.finish(outcome("a1-0"))
-    assert [o.operation_id for o in other.outcomes()] == ["a1-0"]
+    assert other.operation("a1-0") == last
     other.close()
 
 
-CLAIMER = """
+def test_an_observation_is_no_deed(journal: Journal, path: Path) -> None:
+    observed = ended("a1-evict-n3", Result.OBSERVED)
+    assert journal.record(PLAN, 1.0)
+    journal.write("a1-evict-n3", observed)
+    acting = Journal(path, acting=True)
+    assert acting.operation("a1-evict-n3") is None
+    assert acting.record(PLAN, 2.0)
+    assert (acting.unfinished(), acting.plans(acted=True), acting.plans(acted=False)) == ([PLAN], [PLAN], [PLAN])
+    acting.write("a1-evict-n3", Operation(3.0, 1, False, None, None))
+    assert journal.done_since_s("a1-evict-n3") is None
+    acting.write("a1-evict-n3", ended("a1-evict-n3"))
+    acting.end(PLAN, 4.0)
+    assert (journal.operation("a1-evict-n3"), journal.unfinished()) == (observed, [PLAN])
+    assert journal.done_since_s("a1-evict-n3") == acting.done_since_s("a1-evict-n3") == 3.0
+    acting.close()
+
+
+@pytest.mark.parametrize("result", [Result.OBSERVED, Result.TRANSIENT, Result.PERMANENT, Result.AMBIGUOUS])
+def test_only_what_is_done_is_done(path: Path, result: Result) -> None:
+    acting = Journal(path, acting=True)
+    acting.write("a1-evict-n3", ended("a1-evict-n3", result))
+    assert acting.done_since_s("a1-evict-n3") is None
+    acting.close()
+
+
+OPENER = """
 import sys
 from pathlib import Path
-from eagleeye.actions.journal import Journal
-journal = Journal(Path(sys.argv[1]))
-print("open", flush=True)
+from eagleeye.actions.journal import Journal, Operation
+from eagleeye.errors import EnvironmentLacks
+from eagleeye.records import Plan
+print("ready", flush=True)
 sys.stdin.readline()
-print(sum(journal.claim(f"op-{i}", 1.0) for i in range(200)), flush=True)
+try:
+    journal = Journal(Path(sys.argv[1]), acting=sys.argv[2] == "act")
+except EnvironmentLacks as error:
+    print(error, flush=True)
+    sys.exit(error.exit_code)
+for i in range(50):
+    journal.record(Plan(f"{sys.argv[3]}{i}", "llm", (), "why"), 1.0)
+journal.write("begun", Operation(1.0, 1, False, None, None))
+print("open", flush=True)
 sys.stdin.readline()
 """
 
 
-def claimer(path: Path) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLAIMER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def opener(path: Path, mode: str, name: str) -> "subprocess.Popen[str]":
+    """Start a process that opens the journal once it is told to."""
+    arguments = [sys.executable, "-c", OPENER, str(path), mode, name]
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "open\n"
+    assert process.stdout.readline() == "ready\n"
     return process
 
 
-def test_two_processes_never_claim_the_same_operation(path: Path) -> None:
-    both = [claimer(path), claimer(path)]
-    for process in both:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    won = []
-    for process in both:
-        out, _ = process.communicate("end\n", timeout=60)
-        assert process.returncode == 0
-        won.append(int(out))
-    assert sum(won) == 200
-
-
-def test_a_kill_between_claim_and_finish_leaves_the_claim(path: Path) -> None:
-    process = claimer(path)
+def go(process: "subprocess.Popen[str]") -> None:
     assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write("go\n")
     process.stdin.flush()
-    assert process.stdout.readline() == "200\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+
+
+def said(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n")
+
+
+def test_many_that_open_a_new_journal_at_once(path: Path) -> None:
+    """They make its tables once, and nobody's plans are lost."""
+    all_of_them = [opener(path, "observe", name) for name in "abcd"]
+    for process in all_of_them:
+        go(process)
+    assert [said(process) for process in all_of_them] == ["open"] * 4
     journal = Journal(path)
-    assert not journal.claim("op-0", 2.0)
-    assert not journal.claim("op-199", 2.0)
-    assert journal.claim("op-200", 2.0)
-    assert journal.outcomes() == []
+    assert len(journal.plans(acted=False)) == 200
     journal.close()
+    for process in all_of_them:
+        process.communicate("end\n", timeout=10)
+
+
+def test_one_acts_and_others_watch(path: Path) -> None:
+    first, second = opener(path, "act", "a"), opener(path, "act", "b")
+    go(first)
+    assert said(first) == "open"
+    go(second)
+    told = f"another `eagleeye remediate --act` (pid {first.pid}) already uses the journal {path}; one is enough"
+    assert said(second) == told
+    second.communicate(timeout=10)
+    assert second.returncode == 3
+    with pytest.raises(EnvironmentLacks) as raised:
+        Journal(path, acting=True)
+    assert str(raised.value) == told
+    watching = Journal(path)
+    assert watching.record(PLAN, 1.0)
+    watching.close()
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    acting = Journal(path, acting=True)
+    assert len(acting.unfinished()) == 50
+    assert acting.operation("begun") == Operation(1.0, 1, False, None, None), "what the dead one had begun is known"
+    acting.close()
+    Journal(path, acting=True).close()
+
+
+def test_a_refused_journal_holds_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "notes.db"
+    path.write_text("Dear diary, " * 100)
+    (tmp_path / "folder").mkdir()
+    for _ in range(2):
+        with pytest.raises(EnvironmentLacks, match="not a database"):
+            Journal(path, acting=True)
+        with pytest.raises(EnvironmentLacks, match="unable to open"):
+            Journal(tmp_path / "folder", acting=True)
+
+
+OLD = """
+CREATE TABLE IF NOT EXISTS plans (plan_id TEXT PRIMARY KEY, planned_s REAL NOT NULL, plan TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS operations (operation_id TEXT PRIMARY KEY, claimed_s REAL NOT NULL, outcome TEXT);
+"""
+
+
+def old_journal(path: Path) -> None:
+    """Write what the first version of the journal wrote: one plan, and operations that ended in each way."""
+    path.parent.mkdir()
+    database = sqlite3.connect(path, isolation_level=None)
+    database.execute("PRAGMA journal_mode=WAL")
+    database.executescript(OLD)
+    database.execute("INSERT INTO plans VALUES (?, ?, ?)", ("a1-evict:n3", 5.0, json.dumps(to_json(PLAN))))
+    for number, result in enumerate(("observed", "done", "permanent")):
+        outcome = Outcome(f"a1-{result}", Result(result), 'says "result": "observed"', 1.0, 2.0)
+        database.execute("INSERT INTO operations VALUES (?, ?, ?)", (f"a1-{result}", float(number), json.dumps(to_json(outcome))))
+    database.execute("INSERT INTO operations VALUES ('a1-cut', 9.0, NULL)")
+    database.close()
+
+
+def test_a_journal_of_the_first_version_is_brought_up_to_date(path: Path) -> None:
+    old_journal(path)
+    journal = Journal(path)
+    assert (journal.plans(acted=False), journal.plans(acted=True), journal.unfinished()) == ([PLAN], [], [])
+    assert not journal.record(PLAN, 9.0), "it is known to those who observe"
+    assert [o.operation_id for o in journal.outcomes()] == ["a1-observed", "a1-done", "a1-permanent"]
+    observed = journal.operation("a1-observed")
+    assert observed is not None
+    assert (observed.begun_s, observed.attempts, observed.over) == (0.0, 1, True)
+    assert journal.operation("a1-done") is None
+    journal.close()
+    acting = Journal(path, acting=True)
+    assert acting.record(PLAN, 9.0), "and new to the one that acts"
+    assert acting.operation("a1-observed") is None
+    assert acting.done_since_s("a1-done") == 1.0
+    assert acting.operation("a1-cut") == Operation(9.0, 1, False, None, None)
+    acting.close()
+    database = sqlite3.connect(path)
+    assert database.execute("PRAGMA user_version").fetchone() == (1,)
+    tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
+    assert tables == [("operations",), ("plans",)]
+    database.close()
+
+
+def test_many_that_bring_a_journal_up_to_date_at_once(path: Path) -> None:
+    old_journal(path)
+    all_of_them = [opener(path, "observe", name) for name in "abcd"]
+    for process in all_of_them:
+        go(process)
+    assert [said(process) for process in all_of_them] == ["open"] * 4
+    journal = Journal(path)
+    assert len(journal.plans(acted=False)) == 201
+    assert [o.operation_id for o in journal.outcomes()] == ["a1-observed", "a1-done", "a1-permanent"]
+    journal.close()
+    for process in all_of_them:
+        process.communicate("end\n", timeout=10)
 
 
 def refused(path: Path) -> str:
@@ -139,17 +280,24 @@ def test_what_is_no_journal(tmp_path: Path) -> None:
     assert re.search("Not a directory|File exists", refused(tmp_path / "file" / "journal.db"))
 
 
-def test_another_programs_database(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "script",
+    [
+        "CREATE TABLE plans (name TEXT)",
+        f"{OLD} CREATE TABLE mine (name TEXT)",
+        f"{OLD} PRAGMA user_version = 1",
+        "PRAGMA user_version = 7",
+        "CREATE TABLE things (name TEXT); PRAGMA user_version = 1",
+    ],
+)
+def test_another_programs_database_or_a_later_versions(tmp_path: Path, script: str) -> None:
     path = tmp_path / "other.db"
-    with sqlite3.connect(path) as database:
-        database.execute("CREATE TABLE plans (name TEXT)")
+    database = sqlite3.connect(path)
+    database.executescript(script)
     database.close()
-    journal = Journal(path)
-    with pytest.raises(EnvironmentLacks, match="cannot use the journal"):
-        journal.record(PLAN, 1.0)
-    with pytest.raises(EnvironmentLacks, match="cannot use the journal"):
-        journal.plans()
-    journal.close()
+    before = path.read_bytes()
+    assert "it belongs to another program or to a newer version" in refused(path)
+    assert path.read_bytes() == before
 
 
 AS_NOBODY = """
@@ -186,9 +334,9 @@ def fill(path: Path) -> None:
             file.write(b"x" * 4096)
 
 
-def claim_many(journal: Journal) -> None:
+def write_many(journal: Journal) -> None:
     for i in range(1000):
-        journal.claim(f"b{i}-{'x' * 500}", 1.0)
+        journal.write(f"b{i}-{'x' * 500}", Operation(1.0, 1, False, None, None))
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
@@ -201,14 +349,14 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip("mounting is not allowed here")
     try:
         journal = Journal(disk / "journal.db")
-        assert journal.claim("a1-0", 1.0)
+        journal.write("a1-0", ended("a1-0"))
         with pytest.raises(OSError, match="No space left"):
             fill(disk / "ballast")
         with pytest.raises(EnvironmentLacks, match=r"cannot use the journal .*; free some space or set"):
-            claim_many(journal)
+            write_many(journal)
         (disk / "ballast").unlink()
-        assert not journal.claim("a1-0", 2.0), "what was written before is still there"
-        assert journal.claim("a1-1", 2.0)
+        assert journal.operation("a1-0") == ended("a1-0"), "what was written before is still there"
+        journal.write("a1-1", ended("a1-1"))
         journal.close()
     finally:
         subprocess.run(["umount", str(disk)], check=True)

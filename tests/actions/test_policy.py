@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import hypothesis
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from eagleeye.actions.policy import Settings, plan
-from eagleeye.records import Action, ActionKind, Category, Incident, IncidentState
+from eagleeye.actions.policy import Settings, obstacle, plan
+from eagleeye.records import Action, ActionKind, Category, Incident, IncidentState, JobView
 
 TELL = [("notify", "llm")]
 
@@ -101,3 +104,179 @@ def test_settings_that_make_no_sense() -> None:
     for settings in ({"max_nodes": 0}, {"min_verdicts": 0}):
         with pytest.raises(ValueError, match="max_nodes and min_verdicts must be at least 1"):
             Settings(**settings)
+
+
+SEEN = JobView("llm", ("n1", "n2", "n3"), ("n9",), (), 3, 50.0)
+"""Started at 50, settled at 60; the incident opened at 100."""
+
+
+def test_a_job_that_is_seen_and_has_a_spare() -> None:
+    made = plan(incident(), Settings(), SEEN)
+    assert made is not None
+    assert [(a.kind.value, a.target) for a in made.actions] == out("n3")
+    assert made.reason == "why"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "changes", "sentence"),
+    [
+        (("n3",), {"excluded": ("n3",), "nodes": ("n1", "n2", "n9")}, "n3 was already taken out"),
+        (("n3",), {"excluded": ("n3",), "nodes": (), "running_since_s": None}, "n3 was already taken out"),
+        (("n3",), {"excluded": ("n3",)}, "n3 was already taken out"),  # a view that still holds both
+        (("n3",), {"nodes": ("n1", "n2")}, "n3 is no longer part of job llm"),
+        (("n9",), {}, "n9 is no longer part of job llm"),  # a spare holds no rank
+        (("n4", "n5"), {}, "n4 and n5 are no longer part of job llm"),
+        (("n3",), {"spares": ()}, "no spare is left and job llm needs 3 nodes, so n3 stays"),
+        (("n3", "n2"), {}, "too few spares are left and job llm needs 3 nodes, so n3 and n2 stay"),
+    ],
+)
+def test_what_is_seen_of_a_job_may_leave_only_telling(nodes: tuple[str, ...], changes: dict[str, object], sentence: str) -> None:
+    made = plan(incident(nodes), Settings(max_nodes=2), replace(SEEN, **changes))  # type: ignore[arg-type]
+    assert made is not None
+    assert ([(a.kind.value, a.target) for a in made.actions], made.reason) == (TELL, f"{sentence}: why")
+
+
+@pytest.mark.parametrize("changes", [{"nodes": ("n1", "n2", "n4")}, {"excluded": ("n3",)}])
+def test_of_several_suspects_only_those_that_are_still_there(changes: dict[str, object]) -> None:
+    made = plan(incident(("n3", "n2")), Settings(max_nodes=2), replace(SEEN, **changes))  # type: ignore[arg-type]
+    assert made is not None
+    assert [(a.kind.value, a.target) for a in made.actions] == out("n2")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spares", "min_nodes", "goes"),
+    [
+        (("n1", "n3"), (), 2, False),
+        (("n1", "n3"), (), 1, True),  # an elastic job shrinks
+        (("n1", "n3"), ("n9",), 2, True),
+        (("n1", "n3"), ("n9",), 3, False),
+        (("n3",), (), 1, False),
+        (("n3",), ("n9",), 1, True),
+    ],
+)
+def test_the_budget(nodes: tuple[str, ...], spares: tuple[str, ...], min_nodes: int, goes: bool) -> None:
+    view = replace(SEEN, nodes=nodes, spares=spares, min_nodes=min_nodes)
+    made = plan(incident(), Settings(), view)
+    assert made is not None
+    assert [(a.kind.value, a.target) for a in made.actions] == (out("n3") if goes else TELL)
+
+
+@pytest.mark.parametrize(
+    ("rule", "opened_s", "last_s", "started_s", "goes"),
+    [
+        (None, 100.0, 110.0, 50.0, True),
+        (None, 100.0, 110.0, 90.0, True),  # settled when it opened
+        (None, 100.0, 110.0, 91.0, False),
+        (None, 100.0, 111.0, 91.0, True),
+        (None, 100.0, 500.0, 490.0, False),  # blamed for long, but not by this round
+        (None, 100.0, 509.9, 490.0, False),
+        (None, 100.0, 510.0, 490.0, True),
+        (None, 100.0, 110.0, None, False),
+        ("vanished", 100.0, 100.0, 99.5, True),  # right after the start
+        ("vanished", 100.0, 100.0, 100.0, False),
+        ("vanished", 100.0, 900.0, 101.0, False),
+        ("vanished", 100.0, 900.0, None, False),
+    ],
+)
+def test_only_evidence_of_the_present_round_counts(
+    rule: str | None, opened_s: float, last_s: float, started_s: float | None, goes: bool
+) -> None:
+    one = replace(incident(), rule=rule, opened_s=opened_s, last_anomalous_s=last_s)
+    made = plan(one, Settings(), replace(SEEN, running_since_s=started_s))
+    assert (made and [(a.kind.value, a.target) for a in made.actions]) == (out("n3") if goes else None)
+
+
+def test_how_long_a_job_settles_may_be_set() -> None:
+    one = replace(incident(), last_anomalous_s=500.0)
+    assert plan(one, Settings(settle_s=30.0), replace(SEEN, running_since_s=461.0)) is None
+    assert plan(one, Settings(settle_s=29.0), replace(SEEN, running_since_s=461.0)) is not None
+
+
+def test_a_user_is_told_while_his_job_is_down() -> None:
+    down = replace(SEEN, running_since_s=None)
+    for one in (incident(()), incident(category=Category.USER_CODE)):
+        made = plan(one, Settings(), down)
+        assert made is not None
+        assert made == plan(one, Settings())
+
+
+NAMES = st.sampled_from([f"n{i}" for i in range(6)])
+FEW = st.lists(NAMES, unique=True, max_size=5).map(tuple)
+INSTANT = st.integers(0, 300).map(float)
+
+
+@st.composite
+def incidents(draw: st.DrawFn) -> Incident:
+    opened_s = 150 + draw(INSTANT)
+    nodes = draw(st.lists(NAMES, unique=True, min_size=draw(st.sampled_from([0, 1, 1, 1])), max_size=3).map(tuple))
+    rule = draw(st.sampled_from([None, "vanished"]))
+    last_s, count = opened_s + draw(INSTANT), draw(st.sampled_from([1, 2, 3, 9]))
+    category = draw(st.sampled_from([Category.GPU, Category.GPU, Category.GPU, Category.USER_CODE]))
+    return Incident("a1", "llm", nodes, (), opened_s, last_s, IncidentState.OPEN, category, "why", count, None, rule)
+
+
+MANY = st.lists(NAMES, unique=True, min_size=3).map(tuple)
+OUT = st.just(()) | st.lists(NAMES, unique=True, max_size=2).map(tuple)
+START = st.sampled_from([None, 0.0, 100.0]) | INSTANT
+VIEWS = st.builds(JobView, st.just("llm"), MANY, FEW, OUT, st.sampled_from([1, 1, 2, 3, 4]), START)
+LIMITS = st.builds(Settings, max_nodes=st.integers(1, 3), patience_s=st.floats(0.1, 60), settle_s=st.floats(0.1, 60))
+
+
+@hypothesis.settings(max_examples=400)
+@given(incidents(), LIMITS, VIEWS)
+def test_no_plan_ever_breaks_its_bounds(one: Incident, limits: Settings, view: JobView) -> None:
+    made = plan(one, limits, view)
+    if made is None:
+        return
+    assert made.actions[0] == Action(ActionKind.NOTIFY, "llm")
+    evicted = [a.target for a in made.actions if a.kind is ActionKind.EVICT]
+    assert evicted == [a.target for a in made.actions if a.kind is ActionKind.CORDON]
+    if not evicted:
+        assert len(made.actions) == 1
+        return
+    assert made.actions[-1] == Action(ActionKind.RESTART, "llm")
+    assert len(evicted) == len(set(evicted)) <= limits.max_nodes
+    assert set(evicted) <= set(view.nodes) & set(one.nodes)
+    assert not set(evicted) & set(view.excluded)
+    assert len((set(view.nodes) | set(view.spares)) - set(evicted)) >= view.min_nodes
+    assert view.running_since_s is not None
+    assert one.last_anomalous_s > view.running_since_s
+    assert one.rule is None or one.opened_s > view.running_since_s
+    assert one.rule is not None or one.last_anomalous_s >= view.running_since_s + limits.settle_s + limits.patience_s
+
+
+@given(incidents(), VIEWS)
+def test_as_set_by_default_one_node_at_a_time(one: Incident, view: JobView) -> None:
+    made = plan(one, Settings(), view)
+    assert made is None or sum(a.kind is ActionKind.EVICT for a in made.actions) <= 1
+
+
+@given(incidents(), LIMITS, VIEWS)
+def test_a_view_never_makes_a_plan_bolder(one: Incident, limits: Settings, view: JobView) -> None:
+    seen, blind = plan(one, limits, view), plan(one, limits)
+    if seen is not None and len(seen.actions) > 1:
+        assert blind is not None
+        assert set(seen.actions) <= set(blind.actions)
+
+
+EVICT, CORDON, RESTART = Action(ActionKind.EVICT, "n3"), Action(ActionKind.CORDON, "n3"), Action(ActionKind.RESTART, "llm")
+
+
+@pytest.mark.parametrize(
+    ("action", "changes", "sentence"),
+    [
+        (CORDON, {}, None),
+        (EVICT, {}, None),
+        (RESTART, {}, None),
+        (EVICT, {"nodes": ("n1", "n2")}, "n3 is no longer part of job llm"),
+        (CORDON, {"excluded": ("n3",)}, "n3 was already taken out"),
+        (EVICT, {"excluded": ("n3",), "running_since_s": None}, "n3 was already taken out"),
+        (EVICT, {"nodes": (), "running_since_s": None}, None),  # down: only the backend knows
+        (EVICT, {"spares": ()}, "no spare is left and job llm needs 3 nodes, so n3 stays"),
+        (RESTART, {"nodes": ("n1", "n2"), "excluded": ("n3",)}, None),
+        (RESTART, {"nodes": ("n1", "n2"), "spares": ()}, "no spare is left and job llm needs 3 nodes and has 2"),
+        (RESTART, {"nodes": ("n1", "n2"), "spares": (), "running_since_s": None}, None),
+    ],
+)
+def test_what_stops_a_plan_that_was_begun(action: Action, changes: dict[str, object], sentence: str | None) -> None:
+    assert obstacle(action, replace(SEEN, **changes)) == sentence  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eagleeye import plugins
 from eagleeye.actions.journal import Journal
 from eagleeye.actions.scorer_client import incidents
 from eagleeye.clock import ManualClock
@@ -26,6 +27,7 @@ from eagleeye.records import IncidentState, Result
 from eagleeye.window import Window
 
 NOW_S = 1_770_000_000.0
+OBSERVES = "observe only: nothing is touched\n"
 
 
 class BrokenNode:
@@ -97,7 +99,7 @@ def test_once(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, st
     made, url = scorer
     (incident,) = made.snapshot.incidents
     status, out, errors = run("--once", "--scorer", url)
-    assert (status, errors) == (0, "open incidents: 1\n")
+    assert (status, errors) == (0, f"{OBSERVES}open incidents: 1\n")
     reason = "the log of n2 reports broken hardware (a fatal Xid or an uncorrectable error)"
     assert out.splitlines() == [
         f"incident {incident.id} of job llm: {reason}",
@@ -107,7 +109,8 @@ def test_once(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, st
         "  observed: would restart job llm on the remaining nodes",
     ]
     journal = Journal(tmp_path / "eagleeye-data" / "journal.db")
-    (plan,) = journal.plans()
+    (plan,) = journal.plans(acted=False)
+    assert journal.plans(acted=True) == []
     assert (plan.incident_id, plan.job, plan.reason) == (incident.id, "llm", reason)
     assert [(a.kind.value, a.target) for a in plan.actions] == [
         ("notify", "llm"), ("cordon", "n2"), ("evict", "n2"), ("restart", "llm"),
@@ -117,7 +120,7 @@ def test_once(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, st
     ]
     assert {o.result for o in journal.outcomes()} == {Result.OBSERVED}
     journal.close()
-    assert run("--once", "--scorer", url) == (0, "", "open incidents: 1\n")
+    assert run("--once", "--scorer", url) == (0, "", f"{OBSERVES}open incidents: 1\n")
 
 
 def test_a_journal_elsewhere(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, str], tmp_path: Path) -> None:
@@ -132,10 +135,152 @@ def test_a_journal_elsewhere(run: Callable[..., tuple[int, str, str]], scorer: t
 
 def test_the_policy_can_be_set(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, str], tmp_path: Path) -> None:
     (tmp_path / "eagleeye.toml").write_text("[actions]\nmin_verdicts = 3\n")
-    assert run("--once", "--scorer", scorer[1]) == (0, "", "open incidents: 1\n")
+    assert run("--once", "--scorer", scorer[1]) == (0, "", f"{OBSERVES}open incidents: 1\n")
     (tmp_path / "eagleeye.toml").write_text("[actions]\nbackend = 'ouija'\n")
     status, _, errors = run("--once", "--scorer", scorer[1])
-    assert (status, errors) == (2, "eagleeye remediate: no backend is called 'ouija'; there are dryrun\n")
+    assert (status, errors) == (
+        2,
+        f"eagleeye remediate: no backend is called 'ouija'; there are {', '.join(plugins.names('backend'))}\n",
+    )
+
+
+PLUG_IN = """
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from eagleeye.errors import PermanentError
+from eagleeye.records import JobView, Result
+
+@dataclass(frozen=True)
+class Settings:
+    rendezvous: str = "meeting"
+
+class East:
+    name = "east"
+    Settings = Settings
+
+    def __init__(self, settings):
+        self._effects = Path(settings.rendezvous) / "effects"
+
+    def observe(self, job):
+        if not self._effects.parent.is_dir():
+            raise PermanentError(f"there is no job {job} in {self._effects.parent}")
+        out = "evict n2" in self._known()
+        nodes = ("n0", "n1", "n3", "n4") if out else ("n0", "n1", "n2", "n3")
+        return JobView(job, nodes, () if out else ("n4",), ("n2",) if out else (), 4, 1.0)
+
+    def _known(self):
+        return self._effects.read_text().splitlines() if self._effects.exists() else []
+
+    def perform(self, operation_id, action, job, reason):
+        line = f"{action.kind.value} {action.target}"
+        if line not in self._known():
+            with self._effects.open("a") as file:
+                file.write(line + "\\n")
+            if action.kind.value == "evict" and (self._effects.parent / "hang").exists():
+                signal.pause()
+        return Result.DONE, f"{line}, because {reason.partition(' of ')[0]}"
+"""
+ACTS = "ACTING through backend east: at most 1 node at a time, never below the job's minimum\n"
+EFFECTS = ["notify llm", "cordon n2", "evict n2", "restart llm"]
+
+
+@pytest.fixture
+def east(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the backend `east` for the verb's processes; return the folder that it needs to see the job."""
+    site = tmp_path / "site"
+    info = site / "east_wing-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: east-wing\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[eagleeye.backend]\neast = east_wing:East\n")
+    (site / "east_wing.py").write_text(PLUG_IN)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    return meeting
+
+
+def test_acting(run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, str], east: Path) -> None:
+    """Observed first, then acted on; the folder comes from the backend's own section or the flag."""
+    made, url = scorer
+    (incident,) = made.snapshot.incidents
+    status, out, errors = run("--once", "--scorer", url, "--backend", "east")
+    assert (status, errors) == (0, f"{OBSERVES}open incidents: 1\n")
+    assert [line.partition(":")[0] for line in out.splitlines()[1:]] == ["  observed"] * 4
+    assert list(east.iterdir()) == []
+    status, out, errors = run("--once", "--scorer", url, "--backend", "east", "--act")
+    assert (status, errors) == (0, f"{ACTS}open incidents: 1\n")
+    assert out.splitlines() == [
+        f"incident {incident.id} of job llm: {incident.reason}",
+        *(f"  done: {effect}, because the log" for effect in EFFECTS),
+    ]
+    assert (east / "effects").read_text().splitlines() == EFFECTS
+    assert run("--once", "--scorer", url, "--backend", "east", "--act") == (0, "", f"{ACTS}open incidents: 1\n")
+    assert run("--once", "--scorer", url, "--backend", "east") == (0, "", f"{OBSERVES}open incidents: 1\n")
+
+
+def test_a_backend_has_settings_of_its_own(
+    run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, str], east: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "eagleeye.toml").write_text("[actions]\nbackend = 'east'\n[remediation.east]\nrendezvous = 'nowhere'\n")
+    status, out, _ = run("--once", "--scorer", scorer[1], "--act")
+    assert status == 0
+    assert out.endswith("nothing is planned, for the job cannot be looked at: there is no job llm in nowhere\n")
+    status, out, _ = run("--once", "--scorer", scorer[1], "--act", "--rendezvous", "meeting")
+    assert (status, len(out.splitlines())) == (0, 5)
+    (tmp_path / "eagleeye.toml").write_text("[remediation.east]\nrendez = 'nowhere'\n")
+    status, _, errors = run("--once", "--scorer", scorer[1], "--backend", "east")
+    assert status == 2
+    assert errors.startswith("eagleeye remediate: [remediation.east] rendez: unknown setting 'rendez'; did you mean 'rendezvous'")
+
+
+@pytest.mark.parametrize("options", [(), ("--backend", "dryrun")])
+def test_paper_cannot_act(run: Callable[..., tuple[int, str, str]], tmp_path: Path, options: tuple[str, ...]) -> None:
+    sentence = "--act needs a backend that can act, and dryrun only writes down; choose one with --backend"
+    assert run("--once", "--act", *options) == (2, "", f"eagleeye remediate: {sentence}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paper_has_no_rendezvous(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    assert run("--once", "--rendezvous", "x") == (2, "", "eagleeye remediate: backend dryrun knows no --rendezvous\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_remediator_that_is_killed_at_work_and_its_scorer_with_it(
+    run: Callable[..., tuple[int, str, str]], scorer: tuple[Scorer, str], east: Path, tmp_path: Path
+) -> None:
+    """A second one is refused while it hangs; after SIGKILL the next finishes the plan though no scorer answers, once."""
+    (east / "hang").write_text("")
+    acting = ("--backend", "east", "--act")
+    arguments, rest = command(tmp_path, "--scorer", scorer[1], *acting)
+    process = subprocess.Popen(arguments, **rest)
+    assert process.stdout is not None
+    told = [process.stdout.readline() for _ in range(3)]
+    assert told[-1].startswith("  done: cordon n2")
+    deadline_s = time.monotonic() + 30
+    while (east / "effects").read_text().splitlines() != EFFECTS[:3]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    status, out, errors = run("--once", "--scorer", scorer[1], *acting)
+    assert (status, out) == (3, "")
+    assert errors == (
+        f"eagleeye remediate: another `eagleeye remediate --act` (pid {process.pid}) already uses the journal "
+        "eagleeye-data/journal.db; one is enough\n"
+    )
+    assert run("--once", "--scorer", scorer[1])[0] == 0, "but one may watch"
+    process.kill()
+    process.communicate()
+    (east / "hang").unlink()
+    status, out, errors = run("--once", "--scorer", f"http://127.0.0.1:{free_port()}", *acting)
+    assert status == 3
+    assert "does not answer" in errors
+    assert out.splitlines() == [
+        told[0].rstrip("\n"),
+        "  again: evict n2 was begun before and its end is not known",
+        "  done: evict n2, because the log (repeated after an interruption)",
+        "  done: restart llm, because the log",
+    ]
+    assert (east / "effects").read_text().splitlines() == EFFECTS
 
 
 def free_port() -> int:
@@ -148,7 +293,7 @@ def test_a_dead_scorer(run: Callable[..., tuple[int, str, str]], tmp_path: Path)
     status, out, errors = run("--once", "--scorer", url)
     assert (status, out) == (3, "")
     assert errors == (
-        f"eagleeye remediate: the scorer at {url}/api/v1/incidents does not answer ([Errno 111] Connection refused); "
+        f"{OBSERVES}eagleeye remediate: the scorer at {url}/api/v1/incidents does not answer ([Errno 111] Connection refused); "
         "is `eagleeye score` running there?\n"
     )
 
@@ -158,6 +303,7 @@ def test_it_waits_for_a_scorer_and_ends_when_told(scorer: tuple[Scorer, str], tm
     arguments, rest = command(tmp_path, "--scorer", f"http://127.0.0.1:{free_port()}", "--interval", "100ms")
     process = subprocess.Popen(arguments, **rest)
     assert process.stderr is not None
+    assert process.stderr.readline() == OBSERVES
     assert "does not answer" in process.stderr.readline()
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
@@ -189,6 +335,7 @@ def test_each_silence_of_the_scorer_is_mentioned(tmp_path: Path) -> None:
     arguments, rest = command(tmp_path, "--scorer", f"http://127.0.0.1:{port}", "--interval", "50ms")
     process = subprocess.Popen(arguments, **rest)
     assert process.stderr is not None
+    assert process.stderr.readline() == OBSERVES
     assert "does not answer" in process.stderr.readline()
     server = fixed(port, b'{"incidents": []}')
     assert server.answered.wait(10)  # type: ignore[attr-defined]

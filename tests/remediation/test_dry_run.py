@@ -23,7 +23,11 @@ from remediation.dryrun import DryRun
 )
 def test_what_it_says(kind: ActionKind, target: str, sentence: str) -> None:
     for _ in range(2):
-        assert DryRun().perform("a1-0", Action(kind, target)) == (Result.OBSERVED, sentence)
+        assert DryRun().perform("a1-0", Action(kind, target), "llm", "why") == (Result.OBSERVED, sentence)
+
+
+def test_it_sees_no_jobs() -> None:
+    assert DryRun().observe("llm") is None
 
 
 def test_it_is_what_acts_by_default() -> None:
@@ -38,7 +42,8 @@ backend = DryRun()
 forbidden = []
 sys.addaudithook(lambda event, arguments: forbidden.append(event))
 for kind in ActionKind:
-    backend.perform("a1-0", Action(kind, "{n3}"))
+    backend.perform("a1-0", Action(kind, "{n3}"), "llm", "why")
+backend.observe("llm")
 seen = [e for e in forbidden if e.split(".")[0] in ("open", "os", "socket", "subprocess", "shutil", "sqlite3", "urllib")]
 print(seen)
 """
