@@ -1,4 +1,4 @@
-"""Makes a cluster on one machine: every node a network namespace, a CPU cgroup, one rank of the job and one exporter.
+"""Makes a cluster on one machine: each node a network namespace, a CPU cgroup, an exporter, a cache, a launcher for one rank.
 
 With root rights a node has `eth0`, its port to the fabric on which the job talks, and `mgmt0`, over which the exporter is
 scraped and which no fault touches, as real clusters keep management apart. The fabric's bridge lives in a namespace of its
@@ -26,6 +26,7 @@ from types import FrameType, TracebackType
 from eagleeye.clock import SystemClock, monotonic_s
 from eagleeye.collect.base import BUILT_IN
 from eagleeye.errors import EnvironmentLacks
+from remediation.launcher.store import FolderStore
 
 TRAIN = Path(__file__).with_name("train.py")
 STATE = Path("/run/eagleeye-demo")
@@ -33,26 +34,33 @@ STATE = Path("/run/eagleeye-demo")
 NETNS = Path("/run/netns")
 MANAGEMENT = ipaddress.ip_network("198.18.0.0/15")
 """Reserved for benchmarks by RFC 2544, so hardly ever routed; each cluster takes a free /24 of it."""
-FABRIC_PORT = 29500
 EXPORTER_PORT = 9400
-STOP_S = 3.0
+CACHE_PORT = 9480
+STOP_S = 8.0
+"""Launchers need a while to end their ranks in order."""
 
 
 @dataclasses.dataclass(slots=True)
 class Node:
-    """One node. `namespace` and `switch_port` are None on loopback, `cgroup` is None where no CPU controller is writable."""
+    """One node. `namespace`, `switch_port` are None on loopback, `cgroup` is None where no CPU controller is writable.
+
+    `number` is the rank that the node holds at first; a spare holds none. `log` is what launcher and ranks say.
+    """
 
     name: str
-    rank: int
+    number: int
+    spare: bool
     log: Path
     fabric_address: str
     exporter_address: str
     exporter_port: int
+    cache_port: int
     namespace: str | None = None
     switch_port: str | None = None
     cgroup: Path | None = None
-    rank_process: subprocess.Popen[bytes] | None = None
-    exporter_process: subprocess.Popen[bytes] | None = None
+    launcher: subprocess.Popen[bytes] | None = None
+    exporter: subprocess.Popen[bytes] | None = None
+    cache: subprocess.Popen[bytes] | None = None
 
     @property
     def exporter_url(self) -> str:
@@ -73,9 +81,11 @@ class Cluster:
     ----------
     run_dir : folder for the logs ``NODE.log`` and whatever the exporters keep
     nodes : how many, each with one rank
+    spares : how many more, each ready to take a node's place
     namespaces : True demands them, False forbids them, None takes them where rights allow
     script : the training script, started with `script_args` in the script's folder
     exporters : whether each node also runs ``eagleeye export``
+    caches : whether each node also runs ``eagleeye cache``
 
     Raises
     ------
@@ -88,26 +98,33 @@ class Cluster:
         run_dir: Path,
         nodes: int = 4,
         *,
+        spares: int = 0,
         namespaces: bool | None = None,
         script: Path = TRAIN,
         script_args: Sequence[str] = (),
         job: str = "demo",
         exporters: bool = True,
+        caches: bool = True,
     ) -> None:
-        if not 2 <= nodes <= 60:
-            raise ValueError(f"a cluster has 2 to 60 nodes, not {nodes}")
+        if nodes < 2 or spares < 0 or nodes + spares > 60:
+            raise ValueError(f"a cluster has 2 to 60 nodes, not {nodes} and {spares} spares")
         self.run_dir = run_dir.resolve()
         self.job = job
         self.id = secrets.token_hex(3)
         self.nodes: list[Node] = []
-        self._count = nodes
+        self._count, self._spares = nodes, spares
         self._script, self._script_args = script.resolve(), tuple(script_args)
-        self._exporters = exporters
+        self._exporters, self._caches = exporters, caches
         self._why_loopback = "namespaces were switched off" if namespaces is False else why_no_namespaces()
         if namespaces and self._why_loopback:
             raise EnvironmentLacks(f"cannot make network namespaces: {self._why_loopback}; leave out the demand or run as root")
         self._lock: int | None = None
         self._handlers: dict[signal.Signals, object] = {}
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the job has."""
+        return self._count
 
     @property
     def switch(self) -> str | None:
@@ -118,12 +135,12 @@ class Cluster:
         """Say in one sentence what the nodes are made of and what that means for the signals."""
         if self._why_loopback:
             return (
-                f"All {self._count} nodes share this machine's loopback ({self._why_loopback}), so only the counters of each "
+                f"All {len(self.nodes)} nodes share this machine's loopback ({self._why_loopback}), so only the counters of each "
                 "process tell them apart and network faults cannot be made."
             )
         cpu = "its own CPU cgroup" if all(n.cgroup for n in self.nodes) else "no CPU cgroup of its own"
         return (
-            f"Each of the {self._count} nodes has its own network namespace on this machine, with a fabric port eth0, "
+            f"Each of the {len(self.nodes)} nodes has its own network namespace on this machine, with a fabric port eth0, "
             f"a management port mgmt0 and {cpu}."
         )
 
@@ -142,16 +159,16 @@ class Cluster:
 
     def start(self) -> None:
         """Make the nodes and start ranks and exporters; returns before the job's first step."""
-        progress_dir = self.run_dir / "progress"
-        progress_dir.mkdir(parents=True, exist_ok=True)
+        progress_dir, storage = self.run_dir / "progress", self.run_dir / "storage"
+        for folder in (progress_dir, storage, self.rendezvous):
+            folder.mkdir(parents=True, exist_ok=True)
         self._make_nodes()
         # On loopback the network's counters are the machine's: no node may show them as its own.
         collectors = [name for name in BUILT_IN if self.switch or name != "network"]
-        master_port = FABRIC_PORT if self.switch else free_port()
         for node in self.nodes:
             node.log.write_bytes(b"")
             if self._exporters:
-                node.exporter_process = self._spawn(
+                node.exporter = self._spawn(
                     node,
                     [exporter_program(), "export"],
                     node.log.with_suffix(".exporter"),
@@ -163,31 +180,59 @@ class Cluster:
                     EAGLEEYE_COLLECT__LOGS=str(node.log),
                     EAGLEEYE_COLLECT__COLLECTORS=",".join(collectors),
                 )
+            if self._caches:
+                where = ["--address", node.fabric_address, "--port", str(node.cache_port), "--storage", str(storage)]
+                node.cache = self._spawn(
+                    node,
+                    [exporter_program(), "cache", "--node", node.name, "--run-dir", str(self._cache_dir(node)), *where],
+                    node.log.with_suffix(".cache"),
+                    self.run_dir,
+                )
         for node in self.nodes:
-            node.rank_process = self._spawn(
+            node.launcher = self._spawn(
                 node,
-                [sys.executable, "-u", str(self._script), *self._script_args],
+                [
+                    exporter_program(),
+                    "launch",
+                    *self._launch_options(node),
+                    "--",
+                    sys.executable,
+                    "-u",
+                    str(self._script),
+                    *self._script_args,
+                ],
                 node.log,
                 self._script.parent,
-                RANK=str(node.rank),
-                LOCAL_RANK="0",
-                WORLD_SIZE=str(self._count),
-                MASTER_ADDR=self.nodes[0].fabric_address,
-                MASTER_PORT=str(master_port),
                 GLOO_SOCKET_IFNAME="eth0" if self.switch else loopback(),
-                EAGLEEYE_JOB=self.job,
-                EAGLEEYE_NODE=node.name,
                 EAGLEEYE_RUN_DIR=str(progress_dir),
+                EAGLEEYE_CHECKPOINT__RUN_DIR=str(self._cache_dir(node)),
+                EAGLEEYE_REMEDIATION__LAUNCHER__GRACE_S="6",
             )
-            if node.cgroup:
-                # Only the rank: clusters reserve CPU for their daemons, and a starved exporter would hide the fault it reports.
-                (node.cgroup / "cgroup.procs").write_text(str(node.rank_process.pid))
+
+    @property
+    def rendezvous(self) -> Path:
+        """The folder in which the launchers meet."""
+        return self.run_dir / "rendezvous"
+
+    def pid(self, node: Node) -> int | None:
+        """Return the process of the rank on `node`, None when it has none now."""
+        told = FolderStore(self.rendezvous / self.job).get(f"agents/{node.name}")
+        pids = told[1].get("pids") if told else None
+        return int(pids[0]) if pids else None
+
+    def _cache_dir(self, node: Node) -> Path:
+        return self.run_dir / "caches" / node.name
+
+    def _launch_options(self, node: Node) -> list[str]:
+        meeting = ["--job", self.job, "--rendezvous", str(self.rendezvous), "--nodes", str(self._count)]
+        return [*meeting, "--node", node.name, "--address", node.fabric_address, *(["--spare"] if node.spare else [])]
 
     def stop(self) -> None:
         """End every process and remove every namespace and cgroup. Safe to repeat; a second Ctrl-C cannot interrupt it."""
         with _uninterrupted():
-            processes = [p for n in self.nodes for p in (n.rank_process, n.exporter_process) if p]
-            end(processes)
+            # the launchers first: they end their ranks
+            end([n.launcher for n in self.nodes if n.launcher])
+            end([p for n in self.nodes for p in (n.exporter, n.cache) if p])
             if self._lock is not None:
                 remove(self.id)
                 (STATE / self.id).unlink(missing_ok=True)
@@ -199,22 +244,25 @@ class Cluster:
         self._handlers = {}
 
     def _make_nodes(self) -> None:
-        for rank in range(self._count):
+        for number in range(self._count + self._spares):
             # Exporters see the processes of the whole machine and tell their node's ranks by its name: no other demo may have it.
-            name = f"node{rank}-{self.id}"
-            self.nodes.append(Node(name, rank, self.run_dir / f"{name}.log", "127.0.0.1", "127.0.0.1", EXPORTER_PORT))
+            name = f"node{number}-{self.id}"
+            log = self.run_dir / f"{name}.log"
+            spare = number >= self._count
+            self.nodes.append(Node(name, number, spare, log, "127.0.0.1", "127.0.0.1", EXPORTER_PORT, CACHE_PORT))
         if os.access(STATE.parent, os.W_OK):
             with _setup_lock():
                 remove_leftovers()
                 self._lock = os.open(STATE / self.id, os.O_CREAT | os.O_RDWR, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 for node in self.nodes:
-                    node.cgroup = make_cgroup(f"eagleeye-{self.id}-node{node.rank}")
+                    node.cgroup = make_cgroup(f"eagleeye-{self.id}-node{node.number}")
                 if self.switch:
                     self._make_network(self.switch)
         if not self.switch:
-            for node, port in zip(self.nodes, free_ports(self._count), strict=True):
-                node.exporter_port = port
+            ports = iter(free_ports(2 * len(self.nodes)))
+            for node in self.nodes:
+                node.exporter_port, node.cache_port = next(ports), next(ports)
 
     def _make_network(self, switch: str) -> None:
         management = free_management_net()
@@ -222,9 +270,9 @@ class Cluster:
         lines = ["link add fabric type bridge", "link set fabric up"]
         for node, pair in zip(self.nodes, management.subnets(new_prefix=30), strict=False):
             ours, theirs = pair.hosts()
-            node.namespace, node.switch_port = f"eagleeye-{self.id}-node{node.rank}", f"port{node.rank}"
-            node.fabric_address, node.exporter_address = f"10.0.0.{node.rank + 1}", str(theirs)
-            host_end = f"ee{self.id}m{node.rank}"
+            node.namespace, node.switch_port = f"eagleeye-{self.id}-node{node.number}", f"port{node.number}"
+            node.fabric_address, node.exporter_address = f"10.0.0.{node.number + 1}", str(theirs)
+            host_end = f"ee{self.id}m{node.number}"
             ip(f"netns add {node.namespace}")
             ip(f"link add {host_end} type veth peer name mgmt0 netns {node.namespace}")
             ip(f"address add {ours}/30 dev {host_end}", f"link set {host_end} up")

@@ -39,7 +39,7 @@ class Fault:
 def choose(cluster: Cluster, seed: int) -> tuple[Node, str]:
     """Return the node that `seed` breaks and the mode in which it would break the network."""
     draw = random.Random(seed)
-    return draw.choice(cluster.nodes), draw.choice(NET_MODES)
+    return draw.choice([node for node in cluster.nodes if not node.spare]), draw.choice(NET_MODES)
 
 
 def inject(cluster: Cluster, fault: str, seed: int, *, mode: str | None = None, clock: Clock | None = None) -> Fault:
@@ -60,32 +60,33 @@ def inject(cluster: Cluster, fault: str, seed: int, *, mode: str | None = None, 
         raise UsageError(f"no fault is called {fault!r}; there are {', '.join(FAULTS)}")
     if fault == "net":
         return _net(cluster, node, mode or drawn_mode, clock)
-    return {"kill": _kill, "hang": _hang, "slow": _slow}[fault](node, clock)
+    return {"kill": _kill, "hang": _hang, "slow": _slow}[fault](cluster, node, clock)
 
 
-def _kill(node: Node, clock: Clock) -> Fault:
+def _kill(cluster: Cluster, node: Node, clock: Clock) -> Fault:
     at_s = clock.now_s()
-    os.kill(_pid(node), signal.SIGKILL)
-    return Fault("kill", node.name, node.rank, f"The process of rank {node.rank} got SIGKILL.", at_s)
+    os.kill(_pid(cluster, node), signal.SIGKILL)
+    return Fault("kill", node.name, node.number, f"The process of rank {node.number} got SIGKILL.", at_s)
 
 
-def _hang(node: Node, clock: Clock) -> Fault:
+def _hang(cluster: Cluster, node: Node, clock: Clock) -> Fault:
     at_s = clock.now_s()
-    os.kill(_pid(node), signal.SIGSTOP)
-    return Fault("hang", node.name, node.rank, f"The process of rank {node.rank} got SIGSTOP.", at_s)
+    os.kill(_pid(cluster, node), signal.SIGSTOP)
+    return Fault("hang", node.name, node.number, f"The process of rank {node.number} got SIGSTOP.", at_s)
 
 
-def _slow(node: Node, clock: Clock) -> Fault:
-    before_s = _cpu_s(node)
+def _slow(cluster: Cluster, node: Node, clock: Clock) -> Fault:
+    before_s = _cpu_s(cluster, node)
     clock.sleep_s(MEASURE_S)
-    allowed = max(0.02, SHARE_LEFT * (_cpu_s(node) - before_s) / MEASURE_S)
+    allowed = max(0.02, SHARE_LEFT * (_cpu_s(cluster, node) - before_s) / MEASURE_S)
     at_s = clock.now_s()
-    if node.cgroup and limit_cpu(node.cgroup, allowed):
-        how = f"A CPU quota leaves rank {node.rank} {allowed:.0%} of a core, {SHARE_LEFT:.0%} of what it used."
+    # Only the rank: clusters reserve CPU for their daemons, and a starved exporter would hide the fault it reports.
+    if node.cgroup and limit_cpu(node.cgroup, _pid(cluster, node), allowed):
+        how = f"A CPU quota leaves rank {node.number} {allowed:.0%} of a core, {SHARE_LEFT:.0%} of what it used."
     else:
-        threading.Thread(target=_duty_cycle, args=(node, min(allowed, 0.9), clock), daemon=True).start()
-        how = f"SIGSTOP and SIGCONT in turn let rank {node.rank} run {min(allowed, 0.9):.0%} of the time."
-    return Fault("slow", node.name, node.rank, how, at_s)
+        threading.Thread(target=_duty_cycle, args=(_pid(cluster, node), min(allowed, 0.9), clock), daemon=True).start()
+        how = f"SIGSTOP and SIGCONT in turn let rank {node.number} run {min(allowed, 0.9):.0%} of the time."
+    return Fault("slow", node.name, node.number, how, at_s)
 
 
 def _net(cluster: Cluster, node: Node, mode: str, clock: Clock) -> Fault:
@@ -98,25 +99,26 @@ def _net(cluster: Cluster, node: Node, mode: str, clock: Clock) -> Fault:
     if mode == "cut":
         at_s = clock.now_s()
         run("ip", "-n", cluster.switch, "link", "set", node.switch_port, "down")
-        return Fault("net", node.name, node.rank, f"The switch port of {node.name} was taken down.", at_s)
+        return Fault("net", node.name, node.number, f"The switch port of {node.name} was taken down.", at_s)
     if mode == "loss":
         at_s = clock.now_s()
         drop_packets(cluster.switch, node.switch_port, LOSS_PERCENT)
         how = f"The switch drops {LOSS_PERCENT} % of the packets that {node.name} sends."
-        return Fault("net", node.name, node.rank, how, at_s)
-    before_bytes = _sent_bytes(node)
+        return Fault("net", node.name, node.number, how, at_s)
+    before_bytes = _sent_bytes(cluster, node)
     clock.sleep_s(MEASURE_S)
-    rate_bytes = max(20_000, round(SHARE_LEFT * (_sent_bytes(node) - before_bytes) / MEASURE_S))
+    rate_bytes = max(20_000, round(SHARE_LEFT * (_sent_bytes(cluster, node) - before_bytes) / MEASURE_S))
     at_s = clock.now_s()
     limit_rate(node, rate_bytes)
     how = f"The fabric port of {node.name} sends at most {rate_bytes / 1e6:.2f} MB/s, {SHARE_LEFT:.0%} of what it sent."
-    return Fault("net", node.name, node.rank, how, at_s)
+    return Fault("net", node.name, node.number, how, at_s)
 
 
-def limit_cpu(cgroup: Path, cores: float) -> bool:
-    """Let the processes in `cgroup` use `cores` CPUs; False where the kernel refuses."""
+def limit_cpu(cgroup: Path, pid: int, cores: float) -> bool:
+    """Move a process into `cgroup` and let it use `cores` CPUs; False where the kernel refuses."""
     quota_us = max(1000, round(cores * PERIOD_US))
     with suppress(OSError):
+        (cgroup / "cgroup.procs").write_text(str(pid))
         if (cgroup / "cpu.max").exists():
             (cgroup / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
         else:
@@ -151,33 +153,33 @@ def run(*command: str) -> None:
         raise EnvironmentLacks(f"{' '.join(command)}: {error.stderr.strip()}") from None
 
 
-def _pid(node: Node) -> int:
-    if node.rank_process is None or node.rank_process.poll() is not None:
-        raise EnvironmentLacks(f"rank {node.rank} no longer runs, so it cannot be broken; see {node.log}")
-    return node.rank_process.pid
+def _pid(cluster: Cluster, node: Node) -> int:
+    pid = cluster.pid(node)
+    if pid is None:
+        raise EnvironmentLacks(f"rank {node.number} does not run, so it cannot be broken; see {node.log}")
+    return pid
 
 
-def _cpu_s(node: Node) -> float:
+def _cpu_s(cluster: Cluster, node: Node) -> float:
     """CPU seconds of the rank's process so far."""
-    fields = Path(f"/proc/{_pid(node)}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    fields = Path(f"/proc/{_pid(cluster, node)}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICK_HZ
 
 
-def _sent_bytes(node: Node) -> int:
+def _sent_bytes(cluster: Cluster, node: Node) -> int:
     """Bytes that left the node's fabric port so far; the kernel shows each process the devices of its own namespace."""
-    for line in Path(f"/proc/{_pid(node)}/net/dev").read_text(encoding="utf-8").splitlines():
+    for line in Path(f"/proc/{_pid(cluster, node)}/net/dev").read_text(encoding="utf-8").splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "eth0":
             return int(counters.split()[8])
     raise EnvironmentLacks(f"{node.name} has no fabric port eth0")
 
 
-def _duty_cycle(node: Node, share: float, clock: Clock) -> None:
+def _duty_cycle(pid: int, share: float, clock: Clock) -> None:
     period_s = PERIOD_US / 1e6
-    process = node.rank_process
-    while process is not None and process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGSTOP)
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, signal.SIGSTOP)
             clock.sleep_s(period_s * (1 - share))
-            os.kill(process.pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
             clock.sleep_s(period_s * share)

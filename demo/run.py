@@ -1,7 +1,8 @@
-"""The demo: a real training job on a small cluster, watched, broken on one node, judged, and a report of it all.
+"""The demo: a real training job on a small cluster, watched, broken on one node, judged, healed, and a report of it all.
 
-The scorer and the remediator are the product's own commands in processes of their own; this script tells them where the
-exporters are and nothing else. It knows what was broken only to say at the end whether they were right.
+Scorer, remediator, caches and launchers are the product's own commands in processes of their own; this script tells them where to
+find each other and nothing else. It knows what was broken only to say at the end whether they were right, and compares the healed
+job with one that nobody broke.
 """
 
 import argparse
@@ -18,17 +19,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster import Cluster, end, exporter_program, free_port
+from cluster import Cluster, Node, end, exporter_program, free_port
 from faults import FAULTS, NET_MODES, Fault, inject
+from recovery import newest, recovery, trained_on, unbroken
 
 from eagleeye.actions.journal import Journal
 from eagleeye.clock import SystemClock, monotonic_s
 from eagleeye.errors import EagleEyeError, EnvironmentLacks
 from eagleeye.files import write_whole
-from eagleeye.records import ActionKind, Incident, Verdict, from_json
-from eagleeye.report import Report, Truth, render
+from eagleeye.records import ActionKind, Incident, Outcome, Plan, Result, Verdict, from_json
+from eagleeye.report import Recovery, Report, Truth, render
 from eagleeye.source.base import Settings, open_source
 from eagleeye.window import Window
+from remediation.launcher.store import FolderStore
 
 HERE = Path(__file__).parent
 RUN_DIR = HERE / "run"
@@ -40,8 +43,8 @@ NORMAL_TICKS = 5
 DETECT_TIMEOUT_S = 90.0
 QUIET_S = 60.0
 """How long a job that nobody breaks is watched."""
-AFTER_S = 14.0
-"""Watched on after the verdict, for the curves and for the plan, which waits for more verdicts."""
+RECOVER_TIMEOUT_S = 120.0
+"""From the verdict until the job has gone on for a while; the report says how long it really took."""
 
 
 @dataclass(slots=True)
@@ -53,6 +56,7 @@ class Story:
     fault: Fault | None = None
     blamed: Verdict | None = None
     blamed_seen_s: float = 0.0
+    recovered: bool = False
 
     def add(self, verdict: Verdict, seen_s: float) -> None:
         """Take one more verdict; the first that names a suspect is what counts."""
@@ -62,12 +66,13 @@ class Story:
 
 
 def main() -> int:
-    """Run the demo; return 0 when what was broken, and nothing else, was blamed."""
+    """Run the demo; return 0 when what was broken, and only that, was blamed and taken out, and the job went on unharmed."""
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--fault", choices=(*FAULTS, "none"), default="slow", help="what to break; default %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="chooses the node and the network fault; default %(default)s")
     parser.add_argument("--net-mode", choices=NET_MODES, help="which network fault; default by --seed")
     parser.add_argument("--nodes", type=int, default=4, help="nodes of the job; default %(default)s")
+    parser.add_argument("--observe", action="store_true", help="plan only: nothing is evicted and nothing restarted")
     parser.add_argument(
         "--learn", type=float, default=60.0, metavar="S", help="seconds of normal work to learn; default %(default)s"
     )
@@ -93,12 +98,13 @@ def run(options: argparse.Namespace) -> int:
     RUN_DIR.mkdir(parents=True)
     clock = SystemClock()
     story = Story(clock.now_s())
-    cluster = Cluster(RUN_DIR, options.nodes, namespaces=False if options.no_namespaces else None)
+    cluster = Cluster(RUN_DIR, options.nodes, spares=1, namespaces=False if options.no_namespaces else None)
     with cluster:
         setup = cluster.describe()
         say(story, setup)
         targets = [node.exporter_url for node in cluster.nodes]
-        with watchers(targets, prometheus, options.learn) as (scorer_url, recorded, processes):
+        acting = [] if options.observe else ["--act", "--backend", "local", "--rendezvous", str(cluster.rendezvous)]
+        with watchers(targets, prometheus, options.learn, acting) as (scorer_url, recorded, processes):
             say(story, f"verdicts are served on {scorer_url}/api/v1/jobs/{cluster.job} while the demo runs")
             watch(story, clock, scorer_url, cluster, options)
             known = [from_json(Incident, item) for item in (ask(scorer_url, "incidents") or {}).get("incidents", [])]
@@ -108,12 +114,49 @@ def run(options: argparse.Namespace) -> int:
                 story.add(from_json(Verdict, item), clock.now_s())
             end(processes)
             window = whole_run(cluster.job, recorded, story, clock)
-    return tell(options, story, setup, incidents, window)
+        plans, outcomes = written({incident.id for incident in incidents}, acted=not options.observe)
+        round_s = started_s(cluster)
+        nodes = list(cluster.nodes)
+    healed = None
+    if story.fault and story.blamed and not options.observe:
+        healed = heal(nodes, cluster.ranks, story, outcomes, round_s)
+    return tell(options, story, setup, incidents, plans, outcomes, window, healed)
+
+
+def written(ids: set[str], acted: bool) -> tuple[list[Plan], list[Outcome]]:
+    """Return the plans about these incidents, and how their actions ended, from the remediator's journal."""
+    journal = Journal(RUN_DIR / "journal.db")
+    plans = [plan for plan in journal.plans(acted=acted) if plan.incident_id in ids]
+    outcomes = [outcome for outcome in journal.outcomes() if outcome.operation_id.partition("-")[0] in ids]
+    journal.close()
+    return plans, outcomes
+
+
+def started_s(cluster: Cluster) -> float:
+    """Return when the ranks were started last, seconds since the epoch."""
+    told = FolderStore(cluster.rendezvous / cluster.job).get("job")
+    return float(told[1].get("started_s") or 0.0) if told else 0.0
+
+
+def heal(nodes: list[Node], ranks: int, story: Story, outcomes: list[Outcome], round_s: float) -> Recovery | None:
+    """Return how the job went on, compared with an unbroken run; None when it did not go on."""
+    fault = story.fault
+    evicted = [o for o in outcomes if f"-{ActionKind.EVICT.value}-" in o.operation_id and o.result is Result.DONE]
+    if not evicted or fault is None:
+        return None
+    after = newest(nodes, evicted[0].started_s, ranks)
+    if not after:
+        return None
+    last_step = max(max(stretch.losses, default=0) for stretch in after)
+    say(story, f"comparing with an unbroken run of the same job up to step {last_step}")
+    steady = unbroken(last_step, ranks, RUN_DIR)
+    node = evicted[0].operation_id.partition(f"-{ActionKind.EVICT.value}-")[2]
+    return recovery(nodes, ranks, node, fault.at_s, story.blamed_seen_s, evicted[0].started_s, round_s, steady)
 
 
 @contextmanager
 def watchers(
-    targets: list[str], prometheus: str | None, learn_s: float
+    targets: list[str], prometheus: str | None, learn_s: float, acting: list[str]
 ) -> Iterator[tuple[str, Settings, list[subprocess.Popen[bytes]]]]:
     """Start the scorer and the remediator, with a Prometheus before them if asked.
 
@@ -127,7 +170,16 @@ def watchers(
         recorded = Settings(prometheus=start_prometheus(prometheus, targets, processes), interval_s=INTERVAL_S)
         source, environment = ["--prometheus", recorded.prometheus], {}
     score = ["score", *source, "--interval", f"{INTERVAL_S:g}", "--tick", f"{INTERVAL_S:g}", "--learn", f"{learn_s:g}"]
-    remediate = ["remediate", "--scorer", f"http://127.0.0.1:{port}", "--journal", str(RUN_DIR / "journal.db"), "--interval", "1"]
+    remediate = [
+        "remediate",
+        "--scorer",
+        f"http://127.0.0.1:{port}",
+        "--journal",
+        str(RUN_DIR / "journal.db"),
+        "--interval",
+        "1",
+        *acting,
+    ]
     try:
         processes.append(start("scorer", [exporter_program(), *score, "--model", "none", "--port", str(port)], environment))
         processes.append(start("remediator", [exporter_program(), *remediate]))
@@ -167,7 +219,7 @@ def start_prometheus(program: str, targets: list[str], processes: list[subproces
 
 def watch(story: Story, clock: SystemClock, scorer_url: str, cluster: Cluster, options: argparse.Namespace) -> None:
     """Follow the verdicts; break the node once the job is well; return when it was blamed, or not in time."""
-    normal, last_line, told_s = 0, "", monotonic_s()
+    normal, last_line, told_s, waiting = 0, "", monotonic_s(), False
     until_s = told_s + START_TIMEOUT_S + options.learn
     while True:
         clock.sleep_s(0.5)
@@ -193,8 +245,13 @@ def watch(story: Story, clock: SystemClock, scorer_url: str, cluster: Cluster, o
                 story.fault = inject(cluster, options.fault, options.seed, mode=options.net_mode)
                 until_s = monotonic_s() + DETECT_TIMEOUT_S
                 say(story, f"BROKEN: {story.fault.how}")
-        if story.blamed is not None and until_s > monotonic_s() + AFTER_S:
-            until_s = monotonic_s() + AFTER_S
+        if story.blamed is not None and story.fault and not waiting:
+            waiting, until_s = True, monotonic_s() + (RECOVER_TIMEOUT_S if not options.observe else 14.0)
+        if waiting and not story.recovered and trained_on(newest(cluster.nodes, story.blamed_seen_s, cluster.ranks)):
+            story.recovered, until_s = True, monotonic_s() + 1.0
+            say(story, "the job goes on")
+        if story.fault is None and all(node.launcher and node.launcher.poll() is not None for node in cluster.nodes):
+            raise EnvironmentLacks(f"the job ended before anything was broken; see the logs in {RUN_DIR}")
         if monotonic_s() > until_s:
             if not known and story.fault is None:
                 raise EnvironmentLacks(f"the job did not begin to train in {START_TIMEOUT_S:.0f} s; see the logs in {RUN_DIR}")
@@ -221,13 +278,17 @@ def whole_run(job: str, recorded: Settings, story: Story, clock: SystemClock) ->
     raise EnvironmentLacks(f"nothing was recorded of the job; see the logs in {RUN_DIR}")
 
 
-def tell(options: argparse.Namespace, story: Story, setup: str, incidents: list[Incident], window: Window) -> int:
+def tell(
+    options: argparse.Namespace,
+    story: Story,
+    setup: str,
+    incidents: list[Incident],
+    plans: list[Plan],
+    outcomes: list[Outcome],
+    window: Window,
+    healed: Recovery | None,
+) -> int:
     """Write the report, print the timeline and the result; return the exit code."""
-    journal = Journal(RUN_DIR / "journal.db")
-    ids = {incident.id for incident in incidents}
-    plans = [plan for plan in journal.plans() if plan.incident_id in ids]
-    outcomes = [outcome for outcome in journal.outcomes() if outcome.operation_id.partition("-")[0] in ids]
-    journal.close()
     fault, blamed = story.fault, story.blamed
     culprit = blamed.suspects[0] if blamed else None
     right = (culprit.node if culprit else None) == (fault.node if fault else None)
@@ -251,12 +312,13 @@ def tell(options: argparse.Namespace, story: Story, setup: str, incidents: list[
             outcomes=outcomes,
             truth=truth,
             notes=notes,
+            recovery=healed,
         )
     )
     write_whole(REPORT, page)
     print(file=sys.stderr)
     for outcome in outcomes:
-        say(story, f"observed only: {outcome.detail}", at_s=outcome.started_s)
+        say(story, f"{outcome.result.value}: {outcome.detail}", at_s=outcome.started_s)
     if fault and blamed:
         verdict = "RIGHT" if right else "WRONG"
         say(story, f"{verdict}: {fault.node} was broken, {culprit.node if culprit else 'nobody'} was blamed {detect_s} s later")
@@ -267,8 +329,16 @@ def tell(options: argparse.Namespace, story: Story, setup: str, incidents: list[
             story,
             "RIGHT: nothing was broken and nobody was blamed" if right else f"FALSE ALARM: {blamed.reason if blamed else ''}",
         )
+    if healed:
+        same = "IDENTICAL to" if healed.identical else "DIFFERENT from"
+        took = ", ".join(f"{name} {took_s:.1f} s" for name, took_s in healed.phases)
+        say(story, f"{healed.evicted} is out, {healed.spare} took its place: {took}")
+        say(story, f"the job went on from step {healed.restored_step}, {same} an unbroken run in every loss and parameter")
+    elif fault and not options.observe:
+        say(story, "NOT HEALED: the job did not go on")
     say(story, f"report: {REPORT}")
-    code = 0 if right else 1
+    mended = healed is not None and healed.identical and fault is not None and healed.evicted == fault.node
+    code = 0 if right and (mended or options.observe or not fault) else 1
     if options.json:
         result = {
             "fault": options.fault,
@@ -283,11 +353,34 @@ def tell(options: argparse.Namespace, story: Story, setup: str, incidents: list[
             "votes": dict(blamed.votes) if blamed else None,
             "reason": blamed.reason if blamed else None,
             "how": fault.how if fault else None,
+            **recovered(healed, fault),
             "report": str(REPORT),
             "exit": code,
         }
         print(json.dumps(result), flush=True)
     return code
+
+
+def recovered(healed: Recovery | None, fault: Fault | None) -> dict[str, Any]:
+    """Return what JSON tells of the recovery, None in every place when there was none."""
+    if healed is None or fault is None:
+        return dict.fromkeys(
+            ("restart_s", "restore_s", "mttr_s", "phases_s", "restored_from", "restored_step", "loss_identical", "param_hash")
+        )
+    took_s = dict(healed.phases)
+    whole_s = sum(took_s.values())
+    sources = {str(restore.rank): restore.source for restore in healed.restores}
+    return {
+        "restart_s": round(whole_s - took_s["detect"], 1),
+        "restore_s": round(max(restore.restore_s for restore in healed.restores), 3),
+        "mttr_s": round(whole_s, 1),
+        "phases_s": {name: round(s, 1) for name, s in healed.phases},
+        "restored_from": sources[str(fault.rank)],
+        "restored_from_by_rank": sources,
+        "restored_step": healed.restored_step,
+        "loss_identical": healed.identical,
+        "param_hash": next((digest for _, digest, known in reversed(healed.saves) if known), None),
+    }
 
 
 def say(story: Story, text: str, at_s: float | None = None) -> None:

@@ -1,7 +1,13 @@
 """Train a small byte-level transformer on the Python manual, data-parallel; start it with torchrun or anything alike."""
 
 import argparse
+import hashlib
+import os
 import random
+import signal
+import socket
+import threading
+import time
 from datetime import UTC, datetime
 from pydoc_data.topics import topics
 
@@ -10,7 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from checkpoint.client import Client
 from eagleeye.collect import progress
+
+STUCK_S = 3.0
+"""A rank that is told to end and cannot finish its step in this time, because others are gone, ends without."""
 
 
 class Transformer(nn.Module):
@@ -37,16 +47,47 @@ def batch(text: Tensor, size: int, context: int, seed: str) -> tuple[Tensor, Ten
     return rows[:, :-1], rows[:, 1:]
 
 
-def average_gradients(model: nn.Module, loss: Tensor) -> float:
-    """Replace each gradient by its mean over all ranks, in one all_reduce; return the mean loss."""
+def average_gradients(model: nn.Module, loss: Tensor, ending: bool) -> tuple[float, bool]:
+    """Replace each gradient by its mean over all ranks, in one all_reduce; return the mean loss and whether a rank is ending."""
     gradients = [p.grad for p in model.parameters()]
-    flat = torch.cat([g.flatten() for g in gradients] + [loss.detach().reshape(1)])
+    flat = torch.cat([g.flatten() for g in gradients] + [loss.detach().reshape(1), torch.tensor([float(ending)])])
     with progress.collective():
         dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for gradient, mean in zip(gradients, flat[:-1].split([g.numel() for g in gradients]), strict=True):
+    for gradient, mean in zip(gradients, flat[:-2].split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(mean.view_as(gradient))
-    return flat[-1].item()
+    return flat[-2].item(), bool(flat[-1].item())
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Hash every bit of the parameters."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def notice_sigterm() -> threading.Event:
+    """Return an event that SIGTERM sets, so that the step in hand is finished and saved before the end.
+
+    A handler would wait for a collective to return, which it never does when another rank is dead; a thread does not.
+    """
+    ending = threading.Event()
+    hear, tell = socket.socketpair()
+    tell.setblocking(False)
+    signal.set_wakeup_fd(tell.fileno())
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def listen(hear: socket.socket, tell: socket.socket) -> None:
+        while hear.recv(1) != bytes([signal.SIGTERM]):
+            pass
+        ending.set()
+        time.sleep(STUCK_S)
+        say("told to end, and the step in hand does not end: leaving it")
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=listen, args=(hear, tell), daemon=True).start()
+    return ending
 
 
 def main() -> None:
@@ -57,10 +98,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=25, metavar="STEPS")
+    parser.add_argument("--no-cache", action="store_true", help="print the fingerprints of saves without saving")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
+    ending = notice_sigterm()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     manual = "\n".join(topics[name] for name in sorted(topics)).encode()
@@ -69,15 +113,30 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     say(f"rank {rank} of {dist.get_world_size()}, {len(text)} bytes, {sum(p.numel() for p in model.parameters())} parameters")
 
-    for step in range(1, options.steps + 1):
+    state = {"model": model, "optimizer": optimizer}
+    client = None if options.no_cache else Client()
+    restored = client.load(into=state) if client else None
+    if restored:
+        where = f"from {restored.source} {restored.holder} in {restored.seconds:.3f} s"
+        say(f"restored step {restored.step} {where}, parameters {fingerprint(model)}")
+
+    for step in range(restored.step + 1 if restored else 1, options.steps + 1):
         given, wanted = batch(text, options.batch_size, options.context, f"{options.seed} {step} {rank}")
         loss = functional.cross_entropy(model(given).flatten(0, 1), wanted.flatten())
         optimizer.zero_grad(set_to_none=False)
         loss.backward()
-        mean_loss = average_gradients(model, loss)
+        mean_loss, end = average_gradients(model, loss, ending.is_set())
         optimizer.step()
         progress.step(step)
-        say(f"step {step} loss {mean_loss:.4f}")
+        say(f"step {step} loss {mean_loss:.9g}")
+        if end or step % options.save_every == 0:
+            handle = client.save(step, state) if client else None
+            say(f"saved step {step}, parameters {fingerprint(model)}")
+            if end:
+                if handle:
+                    handle.wait("cached", 5.0)
+                say(f"ended in order after step {step}")
+                os._exit(128 + signal.SIGTERM)
     dist.destroy_process_group()
 
 

@@ -228,7 +228,7 @@ def _remediate(options: argparse.Namespace) -> int:
     from eagleeye.actions.journal import Journal
     from eagleeye.actions.policy import Settings
     from eagleeye.actions.runner import Runner
-    from eagleeye.actions.scorer_client import incidents
+    from eagleeye.actions.scorer_client import incidents, jobs
     from eagleeye.clock import SystemClock
 
     interval_s = config.duration_s(options.interval)
@@ -251,6 +251,7 @@ def _remediate(options: argparse.Namespace) -> int:
         while not clock.stopped:
             failure = None
             try:
+                runner.watch(jobs(options.scorer) if options.act else ())
                 found, silent_since = incidents(options.scorer), ""
             except EagleEyeError as error:
                 found, failure = [], error
@@ -273,8 +274,9 @@ def _backend(name: str, data: dict[str, Any], flags: dict[str, Any]) -> Any:
     from eagleeye import config, plugins
 
     kind = plugins.load("backend", name)
-    if hasattr(kind, "Settings"):
-        return kind(config.settings(kind.Settings, f"remediation.{name}", data, flags))
+    settings = getattr(sys.modules[kind.__module__], "Settings", None)
+    if settings is not None:
+        return kind(config.settings(settings, f"remediation.{name}", data, flags))
     given = [f"--{flag}" for flag, value in flags.items() if value is not None]
     if given:
         raise UsageError(f"backend {name} knows no {given[0]}")

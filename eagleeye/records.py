@@ -175,7 +175,7 @@ class Outcome:
 class JobView:
     """What a backend sees of a job at this moment, so that a plan can keep within its budget.
 
-    `nodes` hold ranks now, `spares` are ready to take over, `excluded` were taken out. The job cannot run on fewer than `min_nodes`.
+    `nodes` hold ranks now, `spares` are ready to take over, `excluded` were taken out. The job needs `min_nodes`.
     `running_since_s` is when the ranks of the present round were started, None while the job forms, stops or restarts.
     """
 

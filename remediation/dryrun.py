@@ -19,6 +19,9 @@ class DryRun:
         """Return None: it sees no jobs."""
         return None
 
+    def watch(self, job: str) -> None:
+        """Nobody acts, so nobody needs to know."""
+
     def perform(self, operation_id: str, action: Action, job: str, reason: str) -> tuple[Result, str]:
         """Return OBSERVED and what the action would have done."""
         return Result.OBSERVED, _SENTENCES[action.kind].format(action.target)

@@ -22,11 +22,21 @@ class RemediationBackend(Protocol):
         """
         ...
 
+    def watch(self, job: str) -> None:
+        """Let the job know that somebody acts on its incidents, so that it waits for a verdict before it restarts by itself.
+
+        Raises
+        ------
+        BackendError
+            There is no such job, or it cannot be told just now.
+        """
+        ...
+
     def perform(self, operation_id: str, action: Action, job: str, reason: str) -> tuple[Result, str]:
         """Carry out `action` on `job` because of `reason`; return DONE or OBSERVED and one sentence.
 
-        May be repeated with the same `operation_id`, after a crash or an unclear answer, and then changes nothing twice and returns
-        what the first call did. Keeps the budget by itself, too: never below the job's minimum of nodes.
+        May be repeated with the same `operation_id`, after a crash or an unclear answer, and then changes nothing twice and
+        returns what the first call did. Keeps the budget by itself, too: never below the job's minimum of nodes.
 
         Raises
         ------

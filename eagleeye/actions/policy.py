@@ -98,14 +98,13 @@ def _present(nodes: Collection[str], view: JobView) -> tuple[str, ...]:
 
 def _proven(incident: Incident, settings: Settings, view: JobView | None) -> bool:
     """Whether the evidence suffices; what was found before the present ranks were started counts for nothing."""
-    since_s = incident.opened_s
+    since_s, of_this_round = incident.opened_s, True
     if view is not None:
         if view.running_since_s is None:
             return False
-        if incident.rule is not None:
-            return incident.opened_s > view.running_since_s
+        of_this_round = incident.opened_s > view.running_since_s
         since_s = max(since_s, view.running_since_s + settings.settle_s)
-    return incident.rule is not None or incident.last_anomalous_s - since_s >= settings.patience_s
+    return (incident.rule is not None and of_this_round) or incident.last_anomalous_s - since_s >= settings.patience_s
 
 
 def _shortage(nodes: Collection[str], view: JobView) -> str | None:

@@ -1,6 +1,7 @@
 """Plan -> outcomes: the only place that performs actions and the only one that repeats them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from eagleeye.actions import policy
@@ -42,6 +43,12 @@ class Runner:
         self._settings, self._eyes, self._hands = settings, eyes, hands
         self._journal, self._clock, self._tell = journal, clock, tell
         self._unseen: dict[str, str] = {}
+
+    def watch(self, jobs: Sequence[str]) -> None:
+        """Let jobs know that somebody acts on their incidents. Jobs that the backend does not know are no concern of ours."""
+        for job in jobs:
+            with suppress(BackendError):
+                self._hands.watch(job)
 
     def respond(self, incidents: Sequence[Incident]) -> None:
         """Go on with the plans that were begun, also when nobody tells of their incident any more, then answer open incidents.
