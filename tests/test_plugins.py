@@ -40,7 +40,7 @@ def install(folder: Path, entry: str, source: str = "") -> None:
 def test_a_plug_in_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "east = east_wing:Hands", "class Hands:\n    name = 'east'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert plugins.names("backend") == ("dryrun", "east")
+    assert plugins.names("backend") == ("dryrun", "local", "east")
     assert plugins.load("backend", "east").name == "east"
     del sys.modules["east_wing"]
 
@@ -48,7 +48,7 @@ def test_a_plug_in_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pyte
 def test_a_plug_in_cannot_replace_a_built_in_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "dryrun = east_wing:Hands", "raise RuntimeError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert plugins.names("backend") == ("dryrun",)
+    assert plugins.names("backend") == ("dryrun", "local")
     assert plugins.load("backend", "dryrun").__module__ == "remediation.dryrun"
 
 

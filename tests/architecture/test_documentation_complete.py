@@ -38,7 +38,7 @@ Setting = tuple[str, str, str | None]
 def owners() -> list[tuple[str, str, ast.ClassDef]]:
     """Return (section, module, class) of every `Settings` in the packages."""
     found = []
-    for package in ("eagleeye", "remediation"):
+    for package in ("eagleeye", "remediation", "checkpoint"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.ClassDef) and node.name == "Settings":
