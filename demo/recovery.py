@@ -125,7 +125,7 @@ def recovery(
     for name, at_s in moments:
         phases.append((name, max(0.0, at_s - last_s)))
         last_s = max(last_s, at_s)
-    spare = next((node.name for node in nodes if node.spare), "")
+    spare = next((restore.node for restore in restores if any(n.spare and n.name == restore.node for n in nodes)), "")
     lost = max(before) - restored_step
     return Recovery(evicted, spare, restored_step, lost, phases, restores, loss, unbroken.losses, saves, identical)
 

@@ -1,4 +1,4 @@
-"""Pictures of a recorded stretch as inline SVG: decisions per tick, deviations per rank, curves.
+"""Pictures of an incident as inline SVG: decisions per tick, deviations per rank, curves, phases of a recovery, losses by step.
 
 Text and numbers in, markup out; nothing here knows what a verdict is. Colours are CSS classes that `report.html` defines for
 light, dark and paper, and whatever a colour says is said a second time by shape, pattern or word. Shape suffixes: R ranks,
@@ -8,13 +8,13 @@ T columns of the window, C columns of the picture.
 import html
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eagleeye.quantities import quantity
+from eagleeye.quantities import number, quantity
 
 WIDTH = 1080
 """Width of every full picture in its own units; the page scales it."""
@@ -29,6 +29,14 @@ _COLUMNS = 360
 _CURVE_POINTS = 8000
 _DRAWN_PEERS = 96
 _TREND_COLUMNS = 180
+_LOSS_COLUMNS = 440
+_PHASE_COLOURS = 6
+_TINY = 16.0
+"""A piece of a bar that is narrower than this has its number below the bar."""
+
+_DRAWABLE = 1e30
+"""Larger values are drawn as if they were infinite: their differences would be."""
+
 _TIME_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
 
@@ -60,33 +68,51 @@ def clock(duration_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class TimeAxis:
-    """Where an instant lies between `left` and `right`, in picture units."""
+class Axis:
+    """Where a number lies between `left` and `right`, in picture units. `start` is below `end`."""
 
-    start_s: float
-    end_s: float
+    start: float
+    end: float
     left: float
     right: float
 
-    def x(self, at_s: float) -> float:
-        """Return the place of `at_s`, at the edge when it lies outside."""
-        share = (at_s - self.start_s) / (self.end_s - self.start_s)
+    def x(self, value: float) -> float:
+        """Return the place of `value`, at the edge when it lies outside."""
+        share = (value - self.start) / (self.end - self.start)
         return self.left + min(max(share, 0.0), 1.0) * (self.right - self.left)
 
-    def ticks(self, most: int) -> list[float]:
-        """Return at most `most` + 1 round durations since the start."""
-        span_s = self.end_s - self.start_s
-        step_s = next((s for s in _TIME_STEPS_S if span_s / s <= most), span_s / most)
-        return [k * step_s for k in range(int(span_s / step_s + 1e-9) + 1)]
+    def ticks(self, most: int) -> list[tuple[float, str]]:
+        """Return about `most` round whole numbers, each with its label."""
+        return [(value, f"{value:.0f}") for value in _round_numbers(self.start, self.end, most, least=1.0)]
 
     def draw(self, top: float, bottom: float, most: int = 9) -> str:
         """Return grid lines from `top` to `bottom` with their labels below."""
         parts = []
-        for after_s in self.ticks(most):
-            x = self.x(self.start_s + after_s)
+        for value, label in self.ticks(most):
+            x = self.x(value)
             parts.append(f'<path class="grid" d="M{x:.1f} {top:g}V{bottom:g}"/>')
-            parts.append(words(clock(after_s), x, bottom + 14, "tick", "middle"))
+            parts.append(words(label, x, bottom + 14, "tick", "middle"))
         return "".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class DurationAxis(Axis):
+    """An axis of seconds after something."""
+
+    def ticks(self, most: int) -> list[tuple[float, str]]:
+        """Return about `most` round durations, each with its label."""
+        return [(value, quantity(value, "seconds")) for value in _round_numbers(self.start, self.end, most)]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeAxis(Axis):
+    """An axis of seconds since the epoch, labelled with the time since its start."""
+
+    def ticks(self, most: int) -> list[tuple[float, str]]:
+        """Return at most `most` + 1 instants at round durations since the start, each with its label."""
+        span_s = self.end - self.start
+        step_s = next((s for s in _TIME_STEPS_S if span_s / s <= most), span_s / most)
+        return [(self.start + k * step_s, clock(k * step_s)) for k in range(int(span_s / step_s + 1e-9) + 1)]
 
     @property
     def data(self) -> dict[str, object]:
@@ -94,16 +120,28 @@ class TimeAxis:
         return {
             "data_left": round(self.left, 1),
             "data_right": round(self.right, 1),
-            "data_start": round(self.start_s, 3),
-            "data_span": round(self.end_s - self.start_s, 3),
+            "data_start": round(self.start, 3),
+            "data_span": round(self.end - self.start, 3),
         }
+
+
+def _round_numbers(low: float, high: float, most: int, least: float = 0.0) -> list[float]:
+    """Return about `most` equally spaced round numbers from `low` to `high`, at least `least` apart."""
+    rough = max((high - low) / most, least)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * k for k in (1, 2, 2.5, 5, 10) if power * k >= rough * 0.999 and (power * k) % (least or power * k) == 0)
+    first = math.ceil(low / step - 1e-9)
+    return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line through a picture: ``fault`` (what was broken) or ``verdict`` (what was said)."""
+    """A vertical line through a picture: ``fault`` (what was broken), ``verdict`` (what was said) or ``restored``.
 
-    at_s: float
+    `at` is a place on the picture's axis: seconds since the epoch, or a step.
+    """
+
+    at: float
     kind: str
     label: str
 
@@ -158,15 +196,15 @@ def _label(text: str, x: float, width: float, right: float, y: float) -> str:
     return words(text, x + width + 6, y, "lane") if x + width + needed <= right else words(text, x - 6, y, "lane", "end")
 
 
-def _marks(marks: Sequence[Mark], axis: TimeAxis, top: float, bottom: float, labelled: bool) -> str:
-    parts = []
+def _marks(marks: Sequence[Mark], axis: Axis, top: float, bottom: float, labelled: bool) -> str:
+    lines, labels = [], []
     for row, mark in enumerate(marks):
-        x, y = axis.x(mark.at_s), 14.0 + 18 * row
-        parts.append(f'<path class="mark {mark.kind}" d="M{x:.1f} {y - 8 if labelled else top:g}V{bottom:g}"/>')
+        x, y = axis.x(mark.at), 14.0 + 18 * row
+        lines.append(f'<path class="mark {mark.kind}" d="M{x:.1f} {y - 8 if labelled else top:g}V{bottom:g}"/>')
         if labelled:
             fits = x + 6.8 * len(mark.label) + 8 < axis.right
-            parts.append(words(mark.label, x + 6 if fits else x - 6, y, f"note {mark.kind}", "start" if fits else "end"))
-    return "".join(parts)
+            labels.append(words(mark.label, x + 6 if fits else x - 6, y, f"note {mark.kind}", "start" if fits else "end"))
+    return "".join(lines + labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,12 +359,8 @@ class _Scale:
     def y(self, value: float) -> float:
         return self.bottom - (value - self.low) / (self.high - self.low) * (self.bottom - self.top)
 
-    def ticks(self) -> Iterable[float]:
-        rough = (self.high - self.low) / 4
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(power * k for k in (1, 2, 2.5, 5, 10) if power * k >= rough * 0.999)
-        first = math.ceil(self.low / step - 1e-9)
-        return [k * step for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
+    def ticks(self) -> list[float]:
+        return _round_numbers(self.low, self.high, 4)
 
 
 def _range(values_RT: NDArray[np.float32], marked: Sequence[int]) -> tuple[float, float, int]:
@@ -340,23 +374,32 @@ def _range(values_RT: NDArray[np.float32], marked: Sequence[int]) -> tuple[float
                            if np.isfinite(own).any() else []])  # fmt: skip
     if (high - low) > 3 * (kept.max() - kept.min()) > 0:
         low, high = float(kept.min()), float(kept.max())
-    if 0 < low < 0.6 * high:
-        low = 0.0
-    pad = (high - low) * 0.06 or max(abs(high) * 0.05, 1e-3)
-    low, high = (low if low == 0 else low - pad), high + pad
+    low, high = _padded(low, high)
     return low, high, int(((seen < low) | (seen > high)).sum())
 
 
+def _padded(low: float, high: float) -> tuple[float, float]:
+    """Return a little more than the range, from zero on where that costs little of the picture."""
+    if 0 < low < 0.6 * high:
+        low = 0.0
+    pad = (high - low) * 0.06 or max(abs(high) * 0.05, 1e-3)
+    return (low if low == 0 else low - pad), high + pad
+
+
 def _line(values_T: NDArray[np.float32], axis: TimeAxis, scale: _Scale, points: int) -> str:
-    """Return path data on a grid of half units; a stretch of many columns keeps its lowest and its highest value."""
+    """Return path data; a stretch of many columns keeps its lowest and its highest value."""
     T = len(values_T)
     bins = min(T, max(60, points))
     edges = np.linspace(0, T, bins + 1).astype(int)[:-1]
-    low, high = np.fmin.reduceat(values_T, edges), np.fmax.reduceat(values_T, edges)
     x_C = 2 * (axis.left + (axis.right - axis.left) * (edges + 1) / T)
+    return _path(x_C, np.fmin.reduceat(values_T, edges), np.fmax.reduceat(values_T, edges), scale)
+
+
+def _path(x_C: NDArray[np.float64], low_C: NDArray[np.floating], high_C: NDArray[np.floating], scale: _Scale) -> str:
+    """Return path data on a grid of half units, through the lowest and the highest value of each column; NaN breaks the line."""
     parts: list[str] = []
     here: tuple[int, int] | None = None
-    for x, a, b in zip(x_C, low, high, strict=True):
+    for x, a, b in zip(x_C, low_C, high_C, strict=True):
         if not math.isfinite(a):
             here = None
             continue
@@ -383,3 +426,168 @@ def _trend(values_T: NDArray[np.float32], axis: TimeAxis, scale: _Scale) -> str:
 def _newest(values_T: NDArray[np.float32]) -> float:
     seen = values_T[np.isfinite(values_T)]
     return float(seen[-1]) if seen.size else math.nan
+
+
+def phases(name: str, described: str, parts: Sequence[tuple[str, float]]) -> str:
+    """Return consecutive (name, seconds) as one bar, each with its number, counted from one, and with its words where they fit.
+
+    A piece takes its CSS class from `phase_kind`. Seconds that are negative or no number take no room.
+    """
+    lengths_s = [_length_s(length_s) for _, length_s in parts]
+    total_s = sum(lengths_s) or 1.0
+    axis = DurationAxis(0.0, total_s, 24.0, WIDTH - 24.0)
+    top, height = 6.0, 36.0
+    pieces, tiny, done_s = [], [], 0.0
+    for k, ((phase, told_s), length_s) in enumerate(zip(parts, lengths_s, strict=True)):
+        x, width = axis.x(done_s), axis.x(done_s + length_s) - axis.x(done_s)
+        done_s += length_s
+        value = quantity(told_s, "seconds")
+        pieces.append(
+            tag("rect", tag("title", esc(f"{k + 1} {phase}, {value}")), class_=phase_kind(k), x=round(x, 1), y=top,
+                width=round(max(width - 1.5, 1.0), 1), height=height)
+        )  # fmt: skip
+        label = next((text for text in (f"{k + 1} {phase}, {value}", f"{k + 1} {phase}") if 20 + 7.2 * len(text) <= width), "")
+        if width < _TINY:
+            tiny.append((k + 1, x + width / 2))
+        elif label:
+            pieces.append(words(label, x + 9, top + height / 2 + 4, "onbar"))
+        else:
+            pieces.append(words(k + 1, x + width / 2 - 0.7, top + height / 2 + 4, "onbar", "middle"))
+    bottom = top + height
+    for (number_, x), place in zip(tiny, _spread([x for _, x in tiny], _TINY, axis.left, axis.right), strict=True):
+        pieces.append(f'<path class="lead" d="M{x:.1f} {top + height:g}L{place:.1f} {top + height + 9:g}"/>')
+        pieces.append(words(number_, place, top + height + 20, "lane", "middle"))
+        bottom = top + height + 24
+    return picture(WIDTH, bottom + 24, name, described, axis.draw(top, bottom + 4) + "".join(pieces))
+
+
+def phase_kind(index: int) -> str:
+    """Return the CSS class of a piece of `phases`; colours come again, which is why pieces also have numbers."""
+    return f"phase{index % _PHASE_COLOURS}"
+
+
+def _length_s(duration_s: float) -> float:
+    return duration_s if math.isfinite(duration_s) and duration_s > 0 else 0.0
+
+
+def _spread(places: Sequence[float], apart: float, left: float, right: float) -> list[float]:
+    """Return increasing places moved as little as needed to lie `apart`, closer only where there is no room for that."""
+    apart = min(apart, (right - left) / max(len(places), 1))
+    moved: list[float] = []
+    for x in places:
+        moved.append(max(x, moved[-1] + apart if moved else left))
+    limit = right
+    for k in range(len(moved) - 1, -1, -1):
+        moved[k] = min(moved[k], limit)
+        limit = moved[k] - apart
+    return moved
+
+
+def losses(
+    name: str, described: str, axis: Axis, loss: Mapping[int, float], steady: Mapping[int, float], restored: int, lost: int
+) -> str:
+    """Return losses by step: those of the unbroken run as a wide line, those of the broken job upon it, cut to the axis.
+
+    Up to the step `restored` the job's line is what was computed before the fault; the `lost` steps after it, which a band marks,
+    were computed once more, and the rest after that. Where there are more steps than the picture has columns, a line is the mean
+    of each column, with its lowest and highest value behind. What is infinite or no number is a hatched strip at the bottom.
+    """
+    width, height, top, bottom = 530.0, 256.0, 66.0, 234.0
+    fault = restored + lost
+    stretches = [
+        ("before", _Steps.of(loss, axis, -math.inf, restored)),
+        ("again", _Steps.of(loss, axis, restored, fault)),
+        ("after", _Steps.of(loss, axis, fault, math.inf)),
+    ]
+    stretches = [(kind, steps) for kind, steps in stretches if steps.x_C.size]
+    if steady:
+        stretches.insert(0, ("steady", _Steps.of(steady, axis, -math.inf, math.inf)))
+    # every mean is seen, so that no change is hidden, and all but the rarest of the values behind
+    seen = [end for _, steps in stretches for end in steps.ends()]
+    scale = _Scale(*(_padded(min(seen), max(seen)) if seen else (0.0, 1.0)), top, bottom)
+    parts = [words(name, axis.left, 17, "name")]
+    first, last = axis.x(restored), axis.x(fault)
+    if lost > 0:
+        parts.append(
+            tag("rect", class_="lost", x=round(first, 1), y=top, width=round(max(last - first, 1.5), 1), height=bottom - top)
+        )
+    parts.append(axis.draw(top, bottom, 6))
+    ticks = scale.ticks()
+    for value, label in zip(ticks, _labels(ticks), strict=True):
+        y = scale.y(value)
+        parts.append(f'<path class="grid" d="M{axis.left:g} {y:.1f}H{axis.right:g}"/>')
+        parts.append(words(label, axis.left - 7, y + 4, "tick", "end"))
+    shapes, gaps = [], ""
+    for kind, steps in stretches:
+        if kind != "steady":
+            gaps += "".join(f"M{x:.1f} {bottom - 6:g}h1.5v6h-1.5z" for x in steps.x_C[steps.gap_C] - 0.7)
+            if steps.thinned:
+                shapes.append(f'<path class="line extent {kind}" d="{_path(2 * steps.x_C, steps.low_C, steps.high_C, scale)}"/>')
+        shapes.append(f'<path class="line {kind}" d="{_path(2 * steps.x_C, steps.mean_C, steps.mean_C, scale)}"/>')
+    parts.append(tag("g", "".join(shapes), transform="scale(.5)"))
+    if gaps:
+        parts.append(f'<path class="missing" d="{gaps}"/>')
+    marks = [Mark(restored, "restored", f"restored, step {restored}"), Mark(fault, "fault", f"fault after step {fault}")]
+    parts.append(tag("g", _marks(marks, axis, top - 20, bottom - 20, labelled=True), transform="translate(0 20)"))
+    return picture(width, height, name, described, "".join(parts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Steps:
+    """Values by step in the columns of a picture: (C,) places, mean, lowest and highest value, and whether one cannot be drawn.
+
+    `thinned`: some column holds several steps.
+    """
+
+    x_C: NDArray[np.float64]
+    mean_C: NDArray[np.float64]
+    low_C: NDArray[np.float64]
+    high_C: NDArray[np.float64]
+    gap_C: NDArray[np.bool_]
+    thinned: bool
+
+    @classmethod
+    def of(cls, values: Mapping[int, float], axis: Axis, after: float, until: float) -> "_Steps":
+        """Return what lies on the axis in (after, until], and the step `after` itself where others follow: lines have no holes.
+
+        Steps need not be equally spaced; where many are absent, a column without a value breaks the line.
+        """
+        steps = sorted(step for step in values if max(after, axis.start) <= step <= min(until, axis.end))
+        if not steps or steps[-1] == after:
+            return cls(*(np.empty(0),) * 4, np.empty(0, dtype=bool), False)
+        steps_N = np.array(steps, dtype=np.float64)
+        values_N = np.array([values[step] for step in steps], dtype=np.float64)
+        gap_N = ~(np.abs(values_N) < _DRAWABLE)
+        values_N[gap_N] = np.nan
+        apart_N = np.diff(steps_N)
+        holes = np.flatnonzero(apart_N > 2.5 * np.median(apart_N)) if apart_N.size > 1 else np.empty(0, dtype=np.intp)
+        values_N, gap_N = np.insert(values_N, holes + 1, np.nan), np.insert(gap_N, holes + 1, False)
+        steps_N = np.insert(steps_N, holes + 1, (steps_N[holes] + steps_N[holes + 1]) / 2)
+        column_N = ((steps_N - axis.start) / (axis.end - axis.start) * _LOSS_COLUMNS).astype(np.int64)
+        edges = np.flatnonzero(np.diff(column_N, prepend=-1))
+        known_C = np.add.reduceat(np.isfinite(values_N).astype(np.float64), edges)
+        total_C = np.add.reduceat(np.nan_to_num(values_N), edges)
+        return cls(
+            axis.left + (axis.right - axis.left) * (steps_N[edges] - axis.start) / (axis.end - axis.start),
+            np.where(known_C > 0, total_C / np.maximum(known_C, 1), np.nan),
+            np.fmin.reduceat(values_N, edges),
+            np.fmax.reduceat(values_N, edges),
+            np.logical_or.reduceat(gap_N, edges),
+            bool(known_C.max() > 1),
+        )
+
+    def ends(self) -> list[float]:
+        """Return the numbers that a scale must hold: the lowest and highest mean, and what nearly all values lie between."""
+        known_C = np.isfinite(self.mean_C)
+        if not known_C.any():
+            return []
+        mean_C, low_C, high_C = self.mean_C[known_C], self.low_C[known_C], self.high_C[known_C]
+        return [float(v) for v in (mean_C.min(), mean_C.max(), np.quantile(low_C, 0.02), np.quantile(high_C, 0.98))]
+
+
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """Return numbers without a unit with as many digits as tell them apart."""
+    apart = abs(ticks[1] - ticks[0]) if len(ticks) > 1 else 0.0
+    largest = max((abs(tick) for tick in ticks), default=0.0)
+    digits = 2 + math.floor(math.log10(largest)) - math.floor(math.log10(apart)) if apart and largest else 3
+    return [number(tick) if digits <= 3 else f"{tick:.{digits}g}" for tick in ticks]

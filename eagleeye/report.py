@@ -7,8 +7,10 @@ A recorded window and the records made from it come in; a self-contained HTML te
 import base64
 import hashlib
 import json
+import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -20,18 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleeye import __version__, charts
-from eagleeye.charts import CURVE_BOX, Mark, Row, Span, TimeAxis, clock, esc, tag
+from eagleeye.charts import CURVE_BOX, Axis, Mark, Row, Span, TimeAxis, clock, esc, tag
 from eagleeye.detectors import peers
 from eagleeye.errors import DataError, NoData
 from eagleeye.metrics import BY_COLUMN
 from eagleeye.quantities import number, quantity
-from eagleeye.records import Category, Decision, Incident, Outcome, Plan, Result, Scope, Suspect, Verdict
+from eagleeye.records import ActionKind, Category, Decision, Incident, Outcome, Plan, Result, Scope, Suspect, Verdict
 from eagleeye.window import Window
 
 MOST_ROWS = 256
 """Ranks that the heat map draws; of a larger job those that deviate most."""
 
 _MOST_LISTED = 1024
+_MOST_RESTORES = 64
+_MOST_SAVES = 12
 _LEAST_COLUMNS = 8
 _AGREE = {True: "fired", False: "did not fire", None: "abstained"}
 _SAID = {
@@ -40,6 +44,14 @@ _SAID = {
     Decision.UNSURE: "unsure",
     Decision.NOT_APPLICABLE: "not applicable",
 }
+_PAST = {
+    ActionKind.NOTIFY: "notified",
+    ActionKind.CORDON: "cordoned",
+    ActionKind.EVICT: "evicted",
+    ActionKind.RESTART: "restarted",
+}
+_OPERATION = re.compile(rf"(?P<incident>.+?)-(?P<kind>{'|'.join(ActionKind)})-(?P<target>.+)", re.DOTALL)
+"""How `eagleeye.actions.runner` names an operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,40 @@ class Truth:
     rank: int | None = None
     how: str = ""
     at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """What one rank restored: its `source` is ``local``, ``neighbour`` or ``storage``, `holder` the node that held the copy."""
+
+    rank: int
+    node: str
+    source: str
+    holder: str
+    step: int
+    restore_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How a job went on after a node was taken out, and whether it went on as if nothing had happened.
+
+    `evicted` was replaced by `spare`, empty when by nobody. `phases` are (name, seconds), in order, from the fault to the first
+    new step. `loss` maps each step to the loss of the job that was broken, `steady_loss` to that of an unbroken run of the same
+    job; up to `restored_step` `loss` is what was computed before the fault. `lost_steps` were computed before the fault and had
+    to be done again. `saves` are (step, hash of the parameters, the same of the unbroken run or empty).
+    """
+
+    evicted: str
+    spare: str
+    restored_step: int
+    lost_steps: int
+    phases: Sequence[tuple[str, float]]
+    restores: Sequence[Restore]
+    loss: Mapping[int, float]
+    steady_loss: Mapping[int, float]
+    saves: Sequence[tuple[int, str, str]]
+    identical: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +120,7 @@ class Report:
     outcomes: Sequence[Outcome] = ()
     truth: Truth | None = None
     notes: Sequence[str] = ()
+    recovery: Recovery | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +155,7 @@ def render(report: Report) -> str:
         kind=found.kind,
         hero=_hero(report, found),
         timeline=_timeline(report, found),
+        recovery=_recovery(report.recovery) if report.recovery else "",
         heatmap=_heatmap(report, found, metrics, deviation_RMT),
         curves=_curves(report, found, metrics, deviation_RMT),
         votes=_votes(report, found),
@@ -262,7 +310,7 @@ def _hero(report: Report, found: Finding) -> str:
         else:
             cards.append(("Decided by", f"vote, {agreed} of {len(told.votes)}", _abstained(told)))
         cards.append(("Cause", told.category.value if told.category else "unknown", _scope(told)))
-    cards.append(("Decided to do", *_done(report)))
+    cards.append(_done(report))
     boxes = "".join(
         tag("div", tag("dt", esc(name)) + tag("dd", tag("b", esc(value)) + (tag("span", esc(small)) if small else "")))
         for name, value, small in cards
@@ -293,18 +341,58 @@ def _scope(verdict: Verdict) -> str:
     )
 
 
-def _done(report: Report) -> tuple[str, str]:
-    steps = [f"{a.kind.value} {a.target}" for plan in report.plans for a in plan.actions]
-    if not steps:
-        return "nothing", report.plans[0].reason if report.plans else "no plan was made"
-    results = Counter(o.result for o in report.outcomes)
-    if not results:
-        told = "planned only; nothing was carried out"
-    elif set(results) == {Result.OBSERVED}:
-        told = "observed only; nothing was touched"
-    else:
-        told = ", ".join(f"{count} {result.value}" for result, count in results.items())
-    return ", ".join(dict.fromkeys(steps)), told
+def _done(report: Report) -> tuple[str, str, str]:
+    """Return (heading, what was decided or done, how that went): the card about actions."""
+    planned = list(dict.fromkeys(f"{a.kind.value} {a.target}" for plan in report.plans for a in plan.actions))
+    acted = [o for o in _newest(report.outcomes) if o.result is not Result.OBSERVED]
+    if acted:
+        return "What was done", ", ".join(dict.fromkeys(_deed(o) or o.detail for o in acted)), _success(report, acted)
+    if not planned:
+        return "Decided to do", "nothing", report.plans[0].reason if report.plans else "no plan was made"
+    told = "observed only; nothing was touched" if report.outcomes else "planned only; nothing was carried out"
+    return "Decided to do", ", ".join(planned), told
+
+
+def _newest(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return one outcome of each operation. A journal may tell of one twice, observed and acted: a deed counts for more."""
+    newest: dict[str, Outcome] = {}
+    for outcome in outcomes:
+        if outcome.result is not Result.OBSERVED or outcome.operation_id not in newest:
+            newest[outcome.operation_id] = outcome
+    return list(newest.values())
+
+
+def _deed(outcome: Outcome) -> str:
+    """Return what came of an action in words, empty when its operation has a foreign name."""
+    named = _OPERATION.fullmatch(outcome.operation_id)
+    if named is None:
+        return ""
+    kind, target = named["kind"], named["target"]
+    return {
+        Result.OBSERVED: f"would {kind} {target}",
+        Result.DONE: f"{_PAST[ActionKind(kind)]} {target}",
+        Result.TRANSIENT: f"failed to {kind} {target}",
+        Result.PERMANENT: f"did not {kind} {target}",
+        Result.AMBIGUOUS: f"perhaps {_PAST[ActionKind(kind)]} {target}",
+    }[outcome.result]
+
+
+def _success(report: Report, acted: Sequence[Outcome]) -> str:
+    """Return why something that was planned was not done, or else what became of the job."""
+    failed = next((o for o in acted if o.result is not Result.DONE), None)
+    begun = [named for o in acted if (named := _OPERATION.fullmatch(o.operation_id))]
+    tried, incidents = {(named["kind"], named["target"]) for named in begun}, {named["incident"] for named in begun}
+    rest = [
+        f"{a.kind.value} {a.target}"
+        for plan in report.plans
+        for a in plan.actions
+        if plan.incident_id in incidents and (a.kind.value, a.target) not in tried
+    ]
+    told = [failed.detail] if failed else []
+    told += [f"not tried: {', '.join(dict.fromkeys(rest))}"] if rest else []
+    if report.recovery is not None and not told:
+        told = [_heir(report.recovery) + _after_fault(report.recovery)]
+    return "; ".join(told) or "all that was planned"
 
 
 def _axis(report: Report, left: float, right: float) -> TimeAxis:
@@ -361,12 +449,14 @@ def _timeline(report: Report, found: Finding) -> str:
         ]  # fmt: skip
         lanes.append((_plural(len(spans), "incident"), spans))
     if report.outcomes:
-        lanes.append(
-            ("actions", [Span(o.started_s, o.ended_s, "action", f"{o.result.value}: {o.detail}") for o in report.outcomes])
-        )
+        told = [f"{_deed(o) or o.result.value}: {o.detail}" for o in report.outcomes]
+        spans = [Span(o.started_s, o.ended_s, "action", text) for o, text in zip(report.outcomes, told, strict=True)]
+        lanes.append(("actions", spans))
     counts = Counter(v.decision for v in report.verdicts)
-    told = ", ".join(f"{counts[d]} {_SAID[d]}" for d in Decision if counts[d]) or "no verdict"
-    drawn = charts.timeline("Decisions over time", f"{told}.", _axis(report, 92, charts.WIDTH - 20), lanes, _marks(report, found))
+    summary = ", ".join(f"{counts[d]} {_SAID[d]}" for d in Decision if counts[d]) or "no verdict"
+    drawn = charts.timeline(
+        "Decisions over time", f"{summary}.", _axis(report, 92, charts.WIDTH - 20), lanes, _marks(report, found)
+    )
     present = [d.value for d in Decision if counts[d]]
     keys = [*present, *(["missing"] if any(s.kind == "missing" for s in _spans(report)) else [])]
     names = {d.value: f"{_SAID[d]} ({counts[d]})" for d in Decision} | {"missing": "no verdict"}
@@ -376,6 +466,165 @@ def _timeline(report: Report, found: Finding) -> str:
     return _figure(drawn, _legend([(k, names[k]) for k in keys]), caption)
 
 
+def _recovery(recovery: Recovery) -> str:
+    kind, sameness = _sameness(recovery)
+    back = max(recovery.lost_steps, 0)
+    told = f"{_heir(recovery)}; the job went on from step {recovery.restored_step}, "
+    told += f"{back} {_plural(back, 'step')} back" if back else "without losing a step"
+    told += (f", {_taken(recovery)} after the fault" if recovery.phases else "") + sameness
+    parts = [
+        tag("h2", "Recovery"),
+        tag("p", tag("strong", {"right": "✓", "wrong": "✗", "unknown": "?"}[kind]) + " " + esc(told), class_="check"),
+        tag("h3", "From the fault to the first new step"),
+        _phases(recovery),
+        tag("h3", "Loss by step"),
+        _losses(recovery),
+        tag("h3", "What was restored"),
+        _restores(recovery),
+        tag("h3", "Saves compared"),
+        _saves(recovery),
+    ]
+    return tag("section", "".join(parts), class_=f"long {kind}")
+
+
+def _heir(recovery: Recovery) -> str:
+    return f"{recovery.evicted} was taken out and {recovery.spare or 'nobody'} took its place"
+
+
+def _after_fault(recovery: Recovery) -> str:
+    return f"; the job went on {_taken(recovery)} after the fault" if recovery.phases else "; the job went on"
+
+
+def _taken(recovery: Recovery) -> str:
+    return quantity(sum(length_s for _, length_s in recovery.phases), "seconds")
+
+
+def _sameness(recovery: Recovery) -> tuple[str, str]:
+    """Return (``right``, ``wrong`` or ``unknown``, how the job compares with the unbroken run, to follow in a sentence).
+
+    Equality is claimed only of what both runs told of after the restored step; the data count for more than `identical`.
+    """
+    loss, steady = recovery.loss, recovery.steady_loss
+    different = [step for step in loss.keys() & steady.keys() if _distance(loss[step], steady[step])]
+    different += [step for step, ours, theirs in recovery.saves if theirs and ours != theirs]
+    if different:
+        early = ", which is before the restored step" if min(different) <= recovery.restored_step else ""
+        return "wrong", f", and differs from the unbroken run from step {min(different)} on{early}"
+    if not steady:
+        return "unknown", ", and was not compared with an unbroken run"
+    if not recovery.identical:
+        return "wrong", ", and was not shown to equal the unbroken run"
+    equal = ["every loss"] if any(step > recovery.restored_step for step in loss.keys() & steady.keys()) else []
+    equal += ["every parameter"] if any(theirs and step > recovery.restored_step for step, _, theirs in recovery.saves) else []
+    if not equal:
+        return "unknown", ", and was not compared with the unbroken run after that step"
+    only = {"every loss": "; parameters were not compared", "every parameter": "; the loss was not compared"}
+    return "right", f"; {' and '.join(equal)} equals the unbroken run{only[equal[0]] if len(equal) == 1 else ''}"
+
+
+def _distance(one: float, other: float) -> float:
+    """Return the absolute difference: zero of two that are no number, infinite where only one is none."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    return abs(one - other) if math.isfinite(one) and math.isfinite(other) else math.inf
+
+
+def _phases(recovery: Recovery) -> str:
+    if not recovery.phases:
+        return tag("p", "No phase was measured.", class_="empty")
+    told = [f"{name}, {quantity(length_s, 'seconds')}" for name, length_s in recovery.phases]
+    caption = f"{_taken(recovery)} from the fault to the first new step."
+    drawn = charts.phases("Phases of the recovery", f"{caption} In order: {'; '.join(told)}.", recovery.phases)
+    return _figure(drawn, _legend([(charts.phase_kind(k), f"{k + 1} {text}") for k, text in enumerate(told)]), caption)
+
+
+def _losses(recovery: Recovery) -> str:
+    loss, steady, restored = recovery.loss, recovery.steady_loss, recovery.restored_step
+    lost = max(recovery.lost_steps, 0)
+    if not loss and not steady:
+        return tag("p", "No loss was told.", class_="empty")
+    steps = [*(loss or steady), restored, restored + lost]  # the unbroken run may be longer, which is of no interest
+    first, last = min(steps), max(max(steps), min(steps) + 1)
+    around = 2 * max(lost, 5)
+    near, far = max(restored - around, first), min(restored + lost + around, last)
+    whole = ("Loss, the whole run", float(first), float(last))
+    close = ("Loss around the restored step", float(near), float(far))
+    difference = _difference(recovery)
+    which = f"Steps {restored + 1} to {restored + lost} were" if lost > 1 else f"Step {restored + 1} was"
+    again = f"{which} computed before the fault, lost, and computed again. " if lost else ""
+    described = f"Restored at step {restored}. {again}{difference}"
+    figures = [
+        tag("figure", charts.losses(name, described, Axis(start, end, *CURVE_BOX), loss, steady, restored, lost))
+        for name, start, end in ((whole, close) if near < far else (whole,))
+    ]
+    keys = [("line-steady", "the unbroken run")] if steady else []
+    keys += [("line-before", "before the fault")] if any(step <= restored for step in loss) else []
+    keys += [("lost", f"{lost} {_plural(lost, 'step')} lost"), ("line-again", "the same, computed again")] if lost else []
+    keys += [("line-after", "new steps")] if any(step > restored + lost for step in loss) else []
+    keys += [("line-restored", "restored"), ("line-fault", "fault")]
+    keys += [("missing", "infinite or no number")] if not all(math.isfinite(value) for value in loss.values()) else []
+    told = tag("p", esc(f"{again}{difference}"), class_="caption")
+    return _legend(keys) + tag("div", "".join(figures), class_="grid2") + told
+
+
+def _difference(recovery: Recovery) -> str:
+    """Return the largest absolute difference of the losses, in a sentence."""
+    loss, steady = recovery.loss, recovery.steady_loss
+    apart = {step: _distance(loss[step], steady[step]) for step in sorted(loss.keys() & steady.keys())}
+    if not apart:
+        return "No loss of an unbroken run is known." if not steady else "No step was told of by both runs."
+    step = max(apart, key=apart.__getitem__)
+    over = f"Largest absolute difference over the {len(apart)} {_plural(len(apart), 'step')} that both runs told of:"
+    if not apart[step]:
+        return f"{over} exactly 0."
+    finite = math.isfinite(apart[step])
+    what = f"{number(apart[step])}, at step {step}" if finite else f"infinite, for at step {step} only one of them is a number"
+    different = [step for step, difference in apart.items() if difference]
+    return f"{over} {what}; {len(different)} {_plural(len(different), 'step')} differ, the first is {different[0]}."
+
+
+def _restores(recovery: Recovery) -> str:
+    if not recovery.restores:
+        return tag("p", "No rank told what it restored.", class_="empty")
+    rows = []
+    for restore in sorted(recovery.restores, key=lambda restore: restore.rank)[:_MOST_RESTORES]:
+        source = {"local": "this node's memory", "neighbour": f"memory of {restore.holder}"}.get(restore.source, restore.source)
+        right = restore.step == recovery.restored_step
+        step = str(restore.step) if right else f"{restore.step}, not {recovery.restored_step}"
+        rows.append([
+            tag("th", str(restore.rank), scope="row"), tag("td", esc(restore.node)), tag("td", esc(source)),
+            tag("td", step, class_="num" if right else "num bad"),
+            tag("td", quantity(restore.restore_s, "seconds"), class_="num"),
+        ])  # fmt: skip
+    counts = Counter(restore.source for restore in recovery.restores)
+    named = {"local": "their own node's memory", "neighbour": "memory of another node"}
+    slowest_s = max(restore.restore_s for restore in recovery.restores)
+    told = ", ".join(
+        f"{count} {_plural(count, 'rank')} from {named.get(source, source)}" for source, count in sorted(counts.items())
+    )
+    told = f"{told}; the slowest took {quantity(slowest_s, 'seconds')}."
+    left = len(recovery.restores) - len(rows)
+    told += f" {left} more {_plural(left, 'rank')} were left out." if left else ""
+    return _table(["rank", "node", "from", "step", "took"], rows) + tag("p", esc(told), class_="caption")
+
+
+def _saves(recovery: Recovery) -> str:
+    if not recovery.saves:
+        return tag("p", "No save was told.", class_="empty")
+    rows = []
+    for step, ours, theirs in recovery.saves[-_MOST_SAVES:]:
+        same = "not compared" if not theirs else "same" if ours == theirs else "DIFFERENT"
+        rows.append([
+            tag("th", str(step), scope="row"), tag("td", tag("code", esc(ours))), tag("td", tag("code", esc(theirs or "–"))),
+            tag("td", same, class_={"DIFFERENT": "bad", "not compared": "abstained"}.get(same, "")),
+        ])  # fmt: skip
+    earlier = recovery.saves[:-_MOST_SAVES]
+    wrong = sum(1 for _, ours, theirs in earlier if theirs and ours != theirs)
+    told = f"{len(earlier)} earlier {_plural(len(earlier), 'save')} left out, {wrong or 'none'} of them different."
+    table = _table(["step", "parameters of this job", "of the unbroken run", ""], rows)
+    return table + (tag("p", told, class_="caption") if earlier else "")
+
+
 def _deviations(report: Report, found: Finding) -> tuple[tuple[str, ...], NDArray[np.float32]]:
     """Return (metrics, (R, M, T)) robust standard deviations from the peers, as the detectors see them, NaN where unobserved.
 
@@ -383,7 +632,7 @@ def _deviations(report: Report, found: Finding) -> tuple[tuple[str, ...], NDArra
     bridges gaps, which a picture of what was observed must show.
     """
     window = report.window
-    before = [mark.at_s - window.step_s for mark in _marks(report, found)]
+    before = [mark.at - window.step_s for mark in _marks(report, found)]
     healthy = window
     if before and min(before) - window.start_s >= _LEAST_COLUMNS * window.step_s:
         healthy = window.before(min(before))
@@ -404,6 +653,29 @@ def _deviations(report: Report, found: Finding) -> tuple[tuple[str, ...], NDArra
     return scale.metrics, smooth_RMT
 
 
+def _former(report: Report) -> dict[int, str]:
+    """Return index of each rank that was placed anew -> the node it was on before; a window tells only the node of the end."""
+    window, truth, recovery = report.window, report.truth, report.recovery
+    index = {rank: r for r, rank in enumerate(window.ranks)}
+    told = [(suspect.rank, suspect.node) for verdict in report.verdicts for suspect in verdict.suspects]
+    if truth is not None and truth.rank is not None:
+        told.append((truth.rank, truth.node))
+    if recovery is not None:
+        ends = zip(window.ranks, window.nodes, strict=True)
+        told += [(rank, recovery.evicted) for rank, node in ends if node == recovery.spare]
+    former: dict[int, str] = {}
+    for rank, node in told:
+        if node and rank in index and node != window.nodes[index[rank]]:
+            former.setdefault(index[rank], node)
+    return former
+
+
+def _places(report: Report) -> list[str]:
+    """(R,) the node of each rank in words, with the one before where it was placed anew."""
+    former = _former(report)
+    return [f"{former[r]}, then {node}" if r in former else node for r, node in enumerate(report.window.nodes)]
+
+
 def _roles(report: Report, found: Finding) -> dict[int, str]:
     """Return index of each marked rank -> ``suspect`` or ``broken`` (the truth, where somebody else was blamed)."""
     window, truth = report.window, report.truth
@@ -411,9 +683,10 @@ def _roles(report: Report, found: Finding) -> dict[int, str]:
     named = found.named.suspects if found.named else ()
     roles = {index[s.rank]: "suspect" for s in named if s.rank in index}
     if truth is not None and truth.fault != "none" and truth.node:
-        broken = [r for r, node in enumerate(window.nodes) if node == truth.node and truth.rank in (None, window.ranks[r])]
-        if truth.rank is not None or not any(window.nodes[r] == truth.node for r in roles):
-            roles |= {r: "broken" for r in broken if r not in roles}
+        former = _former(report)
+        there = [r for r, node in enumerate(window.nodes) if former.get(r, node) == truth.node]
+        if truth.rank is not None or not any(r in there for r in roles):
+            roles |= {r: "broken" for r in there if r not in roles and truth.rank in (None, window.ranks[r])}
     return roles
 
 
@@ -432,12 +705,13 @@ def _heatmap(report: Report, found: Finding, metrics: Sequence[str], deviation_R
     roles = _roles(report, found)
     peak_R = np.fmax.reduce(np.nan_to_num(worst_RT), axis=1)
     kept = sorted(range(len(window.ranks)), key=lambda r: (r not in roles, -peak_R[r], r))[:MOST_ROWS]
-    seen = {node: place for place, node in reversed(list(enumerate(window.nodes)))}
-    kept.sort(key=lambda r: (seen[window.nodes[r]], r))
-    rows = [Row(window.ranks[r], window.nodes[r], roles.get(r, ""), roles.get(r, "")) for r in kept]
+    places = _places(report)
+    seen = {node: place for place, node in reversed(list(enumerate(places)))}
+    kept.sort(key=lambda r: (seen[places[r]], r))
+    rows = [Row(window.ranks[r], places[r], roles.get(r, ""), roles.get(r, "")) for r in kept]
     level_RC = charts.levels_RT(worst_RT[kept], observed_RT[kept])
     others = [r for r in range(len(window.ranks)) if r not in roles]
-    told = [f"{roles[r]} rank {window.ranks[r]} on {window.nodes[r]} reaches {number(peak_R[r])}" for r in list(roles)[:3]]
+    told = [f"{roles[r]} rank {window.ranks[r]} on {places[r]} reaches {number(peak_R[r])}" for r in list(roles)[:3]]
     if others and metrics:
         told.append(
             f"{'the highest other rank' if roles else 'the highest rank'} reaches {number(max(peak_R[r] for r in others))}"
@@ -468,7 +742,7 @@ def _chosen(report: Report, found: Finding, metrics: Sequence[str], deviation_RM
     """Return up to 6 metrics: facts that set a marked rank apart, then those in which one deviates most since the first mark."""
     window, roles = report.window, _roles(report, found)
     marks = _marks(report, found)
-    since_T = window.stamps_T >= min((m.at_s for m in marks), default=window.start_s) - 1e-6
+    since_T = window.stamps_T >= min((m.at for m in marks), default=window.start_s) - 1e-6
     focus = _focus(roles)
     others = sorted((m for m in peers.compared(window) if m not in metrics), key=lambda m: -_spread(window.column_RT(m)))
     if not metrics:
@@ -537,7 +811,8 @@ def _curves(report: Report, found: Finding, metrics: Sequence[str], deviation_RM
     keys += [("line-verdict", "first anomalous verdict")] if found.alarm else []
     gaps = any(not np.isfinite(window.column_RT(m)[list(focus)]).all() for m in chosen)
     keys += [("missing", "no data of the marked rank")] if gaps else []
-    who = [f"{kind}: rank {window.ranks[r]} on {window.nodes[r]}" for r, kind in focus.items()]
+    places = _places(report)
+    who = [f"{kind}: rank {window.ranks[r]} on {places[r]}" for r, kind in focus.items()]
     text = f"{'; '.join(who) or 'Nobody is suspected; these metrics spread most'}. " + (
         f"0:00 is {_utc(_origin(window), day=True)}, the end is {_utc(window.end_s, day=True)}."
     )
@@ -629,21 +904,23 @@ def _incidents(report: Report) -> str:
     parts.append(tag("h3", "Outcomes"))
     if report.outcomes:
         rows = [
-            [tag("th", tag("code", esc(o.operation_id)), scope="row"), tag("td", esc(o.result.value)), tag("td", esc(o.detail)),
-             tag("td", _utc(o.started_s)), tag("td", _duration(o.ended_s - o.started_s), class_="num")]
+            [tag("th", tag("code", esc(o.operation_id)), scope="row"), tag("td", esc(_deed(o) or "–")),
+             tag("td", esc(o.result.value), class_="" if o.result in (Result.DONE, Result.OBSERVED) else "bad"),
+             tag("td", esc(o.detail)), tag("td", _utc(o.started_s)),
+             tag("td", _duration(max(o.ended_s - o.started_s, 0.0)), class_="num")]
             for o in report.outcomes
         ]  # fmt: skip
-        parts.append(_table(["operation", "result", "detail", "started", "took"], rows))
+        parts.append(_table(["operation", "what was done", "result", "detail", "started", "took"], rows))
     else:
         parts.append(tag("p", "Nothing was carried out.", class_="empty"))
     return "".join(parts)
 
 
 def _ranks(report: Report, found: Finding) -> str:
-    window, roles = report.window, _roles(report, found)
+    window, roles, places = report.window, _roles(report, found), _places(report)
     share_R = np.isfinite(window.values_RMT).any(axis=1).mean(axis=1)
     rows = [
-        [tag("th", str(rank), scope="row"), tag("td", esc(window.nodes[r])), tag("td", esc(window.groups[r] or "–")),
+        [tag("th", str(rank), scope="row"), tag("td", esc(places[r])), tag("td", esc(window.groups[r] or "–")),
          tag("td", f"{number(share_R[r] * 100)} %", class_="num"), tag("td", roles.get(r, ""), class_=roles.get(r, ""))]
         for r, rank in enumerate(window.ranks[:_MOST_LISTED])
     ]  # fmt: skip
@@ -681,7 +958,7 @@ def _legend(keys: Sequence[tuple[str, str]]) -> str:
     for kind, word in keys:
         if kind.startswith("line-"):
             name = kind.removeprefix("line-")
-            style = f"mark {name}" if name in ("fault", "verdict") else f"line {name}"
+            style = f"mark {name}" if name in ("fault", "verdict", "restored") else f"line {name}"
             shape = tag("svg", f'<path class="{style}" d="M1 7H25"/>', width=26, height=14, aria_hidden="true")
         else:
             shape = tag(
