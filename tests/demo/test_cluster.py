@@ -86,8 +86,11 @@ def rank_pid(it: object, node: object) -> int:
 
 
 def ready(it: object) -> bool:
-    """Whether every rank has spoken."""
-    return all(b"rank %d of" % n.number in n.log.read_bytes() for n in it.nodes if not n.spare)  # type: ignore[attr-defined]
+    """Whether every rank has spoken, and its launcher tells of it."""
+    return all(it.pid(n) for n in it.nodes) and all(  # type: ignore[attr-defined]
+        b"rank %d of" % n.number in n.log.read_bytes()
+        for n in it.nodes  # type: ignore[attr-defined]
+    )
 
 
 def state(pid: int) -> str:
