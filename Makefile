@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 DEMO_ARGS ?=
 
-.PHONY: demo test check test-fast test-jit test-slow test-base bench-replay venv clean
+.PHONY: demo test check test-fast test-jit test-slow test-base bench-replay bench-kills bench-stall venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
@@ -48,6 +48,12 @@ $(VENV)/base: $(VENV)/ready
 
 bench-replay: $(VENV)/ready
 	$(BIN)/python benchmarks/replay.py
+
+bench-kills: $(VENV)/ready
+	$(BIN)/python benchmarks/kills.py
+
+bench-stall: $(VENV)/ready
+	$(BIN)/python benchmarks/save_stall.py
 
 clean:
 	rm -rf $(VENV) demo/run demo/report.html build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

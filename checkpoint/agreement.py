@@ -8,8 +8,6 @@ import torch.distributed as dist
 
 from checkpoint.errors import UsageError
 
-_MAX_BYTES = 4096
-
 
 class Agreement(Protocol):
     """Two questions that all ranks ask together, in the same order."""
@@ -19,7 +17,7 @@ class Agreement(Protocol):
         ...
 
     def tell(self, words: Any) -> Any:
-        """Return what rank 0 says (JSON, at most 4 kB); the others' words do not count."""
+        """Return what rank 0 says (JSON); the others' words do not count."""
         ...
 
 
@@ -49,10 +47,10 @@ class Collective:
 
     def tell(self, words: Any) -> Any:
         """Return what rank 0 says."""
-        room = torch.zeros(_MAX_BYTES, dtype=torch.uint8)
-        if dist.get_rank() == 0:
-            text = json.dumps(words).encode().ljust(_MAX_BYTES)
-            room = torch.frombuffer(bytearray(text[:_MAX_BYTES]), dtype=torch.uint8)
+        text = json.dumps(words).encode() if dist.get_rank() == 0 else b""
+        room = torch.zeros(self.largest(len(text)), dtype=torch.uint8)
+        if text:
+            room = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         dist.broadcast(room, 0, group=self._group)
         return json.loads(bytes(room.tolist()))
 

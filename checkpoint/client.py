@@ -8,14 +8,15 @@
     client.save(step, state)                        # returns after the copy; the rest happens in the node's cache
 """
 
-import ctypes
 import mmap
 import os
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -28,14 +29,15 @@ from torch import Tensor
 from checkpoint import place
 from checkpoint.agreement import Agreement, agreement
 from checkpoint.errors import CacheGone, CannotRun, CheckpointError, PeerError, Superseded, UsageError
-from checkpoint.manifest import Generation, Manifest, decode, generation, verify
-from checkpoint.protocol import VERSION, Message, receive, send
+from checkpoint.manifest import Generation, Manifest, check_job, decode, generation, verify
+from checkpoint.protocol import MAX_FRAME_BYTES, MAX_STATE_BYTES, VERSION, Message, receive, send
 from checkpoint.state import Place, flatten, misfit, places, put_into, unflatten, views
 
 LEVELS = ("cached", "replicated", "persistent")
 CONNECT_S = 10.0
-ANSWER_S = 120.0
-"""A cache that verifies, fetches and asks others may take so long to answer."""
+ANSWER_S = 1800.0
+"""A cache that reads a large shard from slow storage may take so long to answer; one that dies is noticed at once."""
+SEND_S = 60.0
 AGAIN_S = 1.0
 FULL_AGAIN_S = 0.05
 _FINE, _BAD_COPY, _FATAL = 0, 1, 2
@@ -109,7 +111,7 @@ class Client:
     Raises
     ------
     UsageError
-        Rank or world size are impossible.
+        Rank, world size or the job's name are impossible.
     """
 
     def __init__(
@@ -122,9 +124,9 @@ class Client:
         timeout_s: float = 60.0,
     ) -> None:
         env = os.environ
-        self.job = job or env.get("EAGLEEYE_JOB") or env.get("TORCHELASTIC_RUN_ID") or "job"
-        self.rank = int(env.get("RANK", "0")) if rank is None else rank
-        self.world_size = int(env.get("WORLD_SIZE", "1")) if world_size is None else world_size
+        self.job = check_job(job or env.get("EAGLEEYE_JOB") or env.get("TORCHELASTIC_RUN_ID") or "job")
+        self.rank = _number(env, "RANK", 0) if rank is None else rank
+        self.world_size = _number(env, "WORLD_SIZE", 1) if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise UsageError(f"there is no rank {self.rank} among {self.world_size}; check RANK and WORLD_SIZE")
         try:
@@ -136,7 +138,11 @@ class Client:
         self._timeout_s = timeout_s
         self._agreement: Agreement | None = None
         self._start: tuple[int, str] | None = None
+        # who came later is the rank; all processes of a node see the same monotonic clock
+        self._born = time.monotonic_ns()
+        self._gone = f"the cache in {self._run_dir} is gone"
         self._connect_lock = threading.Lock()
+        self._look_lock = threading.Lock()
         self._layout: _Layout | None = None
         self._layouts = 0
         self._last: Handle | None = None
@@ -155,7 +161,8 @@ class Client:
         CacheGone
             A rank has no cache on its node.
         CheckpointError
-            A generation existed and none can be restored: whether to start anew is for a human to decide.
+            A generation existed, or may have existed where nobody answers, and none can be restored: whether to start anew is
+            for a human to decide.
         UsageError
             What was saved does not fit into `into`.
         """
@@ -206,12 +213,12 @@ class Client:
         """Save this rank's part of the state after `step` and return as soon as it is copied.
 
         While the node's cache is gone the handle's levels raise `CacheGone` and training goes on; it is looked for meanwhile.
-        Saving the same step again returns the same handle.
+        Saving the same step again returns the same handle; to go back to an older step, `load` first.
 
         Raises
         ------
         UsageError
-            The state holds something that cannot be saved, or `step` is no step.
+            The state holds something that cannot be saved, or `step` is no step or is older than the last one.
         CannotRun
             The cache had no memory free for `timeout_s`.
         """
@@ -225,12 +232,14 @@ class Client:
         wanted = str(Generation(attempt, step, token))
         if self._last is not None and self._last.generation == wanted:
             return self._last
+        if self._last is not None and wanted < self._last.generation and generation(self._last.generation).token == token:
+            raise UsageError(f"step {step} cannot be saved after step {self._last.step}; load an older state before")
         flat = flatten(state)
         handle = Handle(step, wanted)
         connection = self._connection_or_none(0.0)
         if connection is None:
             for level in LEVELS:
-                handle._reach(level, CacheGone(f"the cache in {self._run_dir} is gone; step {step} is saved nowhere"))
+                handle._reach(level, CacheGone(f"{self._gone}; step {step} is saved nowhere"))
             return handle
         if self._layout is None or not self._layout.fits(flat.tensors, flat.skeleton):
             self._layouts += 1
@@ -246,10 +255,11 @@ class Client:
         return handle
 
     def close(self) -> None:
-        """End the connection. What was saved stays in the cache."""
+        """End the connection and let go of the shared memory. What was saved stays in the cache."""
         self._closed = True
         if self._connection is not None:
             self._connection.lose("the client was closed")
+            self._connection.unmap()
 
     def __enter__(self) -> "Client":
         return self
@@ -271,8 +281,11 @@ class Client:
         notes += [note for note in answer["passed_over"] if note not in notes]
         if answer["generation"] is None and answer["existed"] is not None:
             step, why = generation(answer["existed"]).step, "; ".join(notes)
-            sentence = f"job {self.job} had a checkpoint of step {step} and nothing can be restored ({why}"
-            return {"error": f"{sentence[:3000]}); bring its holders back, or give the job another name to start anew"}
+            sentence = f"job {self.job} had a checkpoint of step {step} and nothing can be restored ({why})"
+            return {"error": f"{sentence}; bring its holders back, or give the job another name to start anew"}
+        if answer["generation"] is None and answer["unreached"]:
+            sentence = f"no checkpoint of job {self.job} was found, but not all could be asked ({'; '.join(answer['unreached'])})"
+            return {"error": f"{sentence}; bring them back, or leave them out to start anew"}
         return {"generation": answer["generation"], "attempt": answer["attempt"]}
 
     def _newest_attempt(self) -> int:
@@ -312,10 +325,16 @@ class Client:
             while self._connection is None or self._connection.lost:
                 try:
                     self._connection = _Connection(self)
-                except CacheGone:
+                except CacheGone as error:
+                    self._gone = str(error)
                     if time.monotonic() >= until_s:
                         raise
                     time.sleep(0.1)
+                except UsageError as error:
+                    if str(error) != self._gone:
+                        _say(f"rank {self.rank}: {error}; training goes on without checkpoints")
+                    self._gone = str(error)
+                    raise
             return self._connection
 
     def _connection_or_none(self, patience_s: float) -> "_Connection | None":
@@ -325,11 +344,14 @@ class Client:
         if patience_s:
             try:
                 return self._connected(patience_s)
-            except CheckpointError as error:
+            except UsageError:
+                pass  # it was said
+            except CacheGone as error:
                 _say(f"rank {self.rank}: {error}; training goes on without checkpoints until it is there")
-        if self._connecting is None or not self._connecting.is_alive():
-            self._connecting = threading.Thread(target=self._look_for_cache, daemon=True)
-            self._connecting.start()
+        with self._look_lock:
+            if self._connecting is None or not self._connecting.is_alive():
+                self._connecting = threading.Thread(target=self._look_for_cache, daemon=True)
+                self._connecting.start()
         return None
 
     def _look_for_cache(self) -> None:
@@ -340,7 +362,9 @@ class Client:
                 time.sleep(AGAIN_S)
             else:
                 _say(f"rank {self.rank}: the cache is back; checkpoints go on")
-                return
+                break
+        if self._closed and self._connection is not None:
+            self._connection.lose("the client was closed")
 
 
 class _Layout:
@@ -367,7 +391,7 @@ class _Connection:
         self._requests: dict[int, Future[tuple[Message, list[int]]]] = {}
         self._asked = 0
         self._handles: dict[str, Handle] = {}
-        self._slabs: dict[int, Tensor] = {}
+        self._slabs: dict[int, mmap.mmap] = {}
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         self._ready: int | None = None
         self._full = ""
@@ -381,11 +405,13 @@ class _Connection:
             with place.socket_address(run_dir) as address:
                 self._sock.connect(address)
             hello: Message = {"op": "hello", "version": VERSION, "job": client.job, "rank": client.rank}
-            send(self._sock, hello | {"world_size": client.world_size, "peers": client._peers})
+            send(self._sock, hello | {"world_size": client.world_size, "born": client._born, "peers": client._peers})
             got = receive(self._sock)
             if got is None:
                 raise PeerError("it closed the connection")
             self._sock.settimeout(None)
+            # a stopped cache must not stop training for good
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
         except (OSError, PeerError) as error:
             self._sock.close()
             raise CacheGone(f"no cache answers in {run_dir} ({error}); start `eagleeye cache` on this node") from None
@@ -398,7 +424,7 @@ class _Connection:
         """Send a question and return its answer. Raises CacheGone."""
         return self._ask(message, expected)[0]
 
-    def fetch(self, chosen: str) -> tuple[Manifest, Tensor, Message]:
+    def fetch(self, chosen: str) -> tuple[Manifest, mmap.mmap, Message]:
         """Return a shard's manifest, its bytes in memory of our own, verified, and what the cache tells of their origin."""
         answer, files = self._ask({"op": "fetch", "generation": chosen}, "fetched")
         if "error" in answer:
@@ -406,22 +432,24 @@ class _Connection:
         try:
             manifest = decode(answer["manifest"])
             # optimizers keep the tensors that they are given, so these must not lie in memory that the cache uses again
-            buffer = torch.empty(manifest.nbytes, dtype=torch.uint8)
+            buffer = mmap.mmap(-1, max(1, manifest.nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if manifest.nbytes:
+                with suppress(OSError):  # a kernel without huge pages
+                    buffer.madvise(mmap.MADV_HUGEPAGE)
                 shared = mmap.mmap(files[0], manifest.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                buffer.copy_(torch.frombuffer(shared, dtype=torch.uint8))
+                torch.frombuffer(buffer, dtype=torch.uint8).copy_(torch.frombuffer(shared, dtype=torch.uint8))
         finally:
             for file in files:
                 os.close(file)
             self._send({"op": "release", "slab": answer["slab"]})
-        verify(manifest, memoryview((ctypes.c_char * manifest.nbytes).from_address(buffer.data_ptr())).cast("B"))
+        verify(manifest, memoryview(buffer)[: manifest.nbytes])
         return manifest, buffer, answer
 
     def save(self, handle: Handle, layout: _Layout, tensors: list[Tensor], values: list[Any], timeout_s: float) -> None:
         """Copy the tensors into a slab and hand it to the cache."""
         if layout.number != self._layout_sent:
             items = {"skeleton": layout.skeleton, "places": layout.places}
-            self._send({"op": "layout", "layout": layout.number, "items": items})
+            self._send({"op": "layout", "layout": layout.number, "items": items}, MAX_STATE_BYTES)
             self._layout_sent = layout.number
             self._views.clear()
         number = self._free_slab(layout.nbytes, timeout_s)
@@ -433,9 +461,12 @@ class _Connection:
                 torch._foreach_copy_(into, tensors)
         with self._changed:
             self._handles[handle.generation] = handle
-            self._ready = None
         seal = {"op": "seal", "slab": number, "generation": handle.generation, "layout": layout.number}
-        self._send(seal | {"values": values, "nbytes": layout.nbytes})
+        try:
+            self._send(seal | {"values": values, "nbytes": layout.nbytes}, MAX_STATE_BYTES)
+        except UsageError:
+            del self._handles[handle.generation]
+            raise
         # the next save finds its memory waiting
         self._reserve(layout.nbytes)
 
@@ -456,6 +487,10 @@ class _Connection:
         for handle in handles:
             for level in LEVELS:
                 handle._reach(level, CacheGone(f"{why}, so it is not known whether step {handle.step} went further"))
+
+    def unmap(self) -> None:
+        """Let go of all slabs; no save may be under way."""
+        self._forget(list(self._slabs))
 
     def _reserve(self, nbytes: int) -> None:
         with self._changed:
@@ -500,15 +535,16 @@ class _Connection:
         try:
             answer, files = future.result(ANSWER_S)
         except FutureTimeout:
-            raise CacheGone(f"the cache did not answer in {ANSWER_S:g} s") from None
+            self.lose(f"the cache did not answer in {ANSWER_S:g} s")
+            raise CacheGone(self.lost) from None
         if answer["op"] != expected:
             raise CacheGone(f"the cache answers {answer['op']} instead of {expected}")
         return answer, files
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, at_most_bytes: int = MAX_FRAME_BYTES) -> None:
         try:
             with self._sending:
-                send(self._sock, message)
+                send(self._sock, message, at_most_bytes=at_most_bytes)
         except OSError as error:
             self.lose(f"the cache in {self._client._run_dir} went away ({error})")
             raise CacheGone(self.lost) from None
@@ -537,14 +573,16 @@ class _Connection:
                 if handle.replicated.done() and handle.persistent.done():
                     self._handles.pop(message["generation"], None)
         elif kind == "slab":
+            self._forget(message["gone"])
             if files:
                 shared = mmap.mmap(files[0], message["nbytes"], flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
                 os.close(files[0])
-                self._slabs[message["slab"]] = torch.frombuffer(shared, dtype=torch.uint8)
+                self._slabs[message["slab"]] = shared
             with self._changed:
                 self._ready = message["slab"]
                 self._changed.notify_all()
         elif kind == "full":
+            self._forget(message["gone"])
             with self._changed:
                 self._full = message["why"]
                 self._changed.notify_all()
@@ -556,6 +594,21 @@ class _Connection:
             else:
                 for file in files:
                     os.close(file)
+
+    def _forget(self, numbers: list[int]) -> None:
+        """Let go of slabs that the cache has let go of, so that their memory is free."""
+        for number in numbers:
+            self._slabs.pop(number, None)
+            for known in list(self._views):
+                if known[0] == number:
+                    self._views.pop(known, None)
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(env.get(name, default))
+    except ValueError:
+        raise UsageError(f"{name}={env[name]!r} is no number") from None
 
 
 def _place(restored: Restored) -> str:

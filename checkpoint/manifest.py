@@ -96,7 +96,7 @@ def decode(text: str | bytes) -> Manifest:
         made = Manifest(key, int(body["world_size"]), body["node"], int(body["nbytes"]), digests, body["content"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt(f"no manifest: {error}") from None
-    if not (0 <= key.rank < made.world_size and len(digests) == _chunks(made.nbytes)):
+    if not (0 <= key.rank < made.world_size and made.nbytes >= 0 and len(digests) == _chunks(made.nbytes)):
         raise Corrupt("a manifest contradicts itself")
     return made
 

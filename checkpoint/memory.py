@@ -23,6 +23,8 @@ class Slab:
     map: mmap.mmap = field(repr=False)
     reusable: bool = True
     """False once a process that may still run keeps a mapping that it must not use any more."""
+    discarded: bool = False
+    """True once its memory was let go of: whoever maps it should do so, too."""
 
     def view(self, nbytes: int) -> memoryview:
         """Return the first `nbytes` bytes."""
@@ -33,7 +35,7 @@ class Slabs:
     """Gives and takes slabs within a limit. Not thread safe: its owner locks.
 
     Slabs of one `owner` are used again for the same owner only: a training process keeps its mapping of those it got, and must
-    never be able to write into another's.
+    never be able to write into another's, not even its successor's.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -85,6 +87,7 @@ class Slabs:
 
     def discard(self, slab: Slab) -> None:
         """Let go of a slab's memory."""
+        slab.discarded = True
         self.used_bytes -= slab.size_bytes
         os.close(slab.file)
         # somebody may still read a view of it; then the mapping goes when the last view does

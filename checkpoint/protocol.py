@@ -4,8 +4,9 @@ Client and the cache of its node (UNIX socket ``cache.sock``), one connection a 
 
 client says                                                      cache answers
 ---------------------------------------------------------------  ------------------------------------------------------------
-hello: version, job, rank, world_size, peers or null             welcome: node; or refused: why
-reserve: nbytes                                                  slab: slab, nbytes [+ its file, the first time]; or full: why
+hello: version, job, rank, world_size, born, peers or null       welcome: node; or refused: why
+reserve: nbytes                                                  slab: slab, nbytes, gone [+ its file, the first time];
+                                                                 or full: why, gone; of the slabs `gone` nobody knows any more
 layout: layout, items                                            nothing; what later seals mean by that layout
 seal: slab, generation, layout, values, nbytes                   state: generation, level (cached, replicated, persistent)
                                                                  [, error], one for each level as it is reached
@@ -30,19 +31,33 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from checkpoint.errors import PeerError
+from checkpoint.errors import PeerError, UsageError
 
 VERSION = 1
-MAX_FRAME_BYTES = 64 << 20
+MAX_FRAME_BYTES = 128 << 20
+MAX_STATE_BYTES = MAX_FRAME_BYTES // 4
+"""A state's description and its plain values may take so much, each; a manifest that holds both still fits into a frame."""
 PIECE_BYTES = 4 << 20
 _LENGTH = struct.Struct(">I")
 
 Message = dict[str, Any]
 
 
-def send(sock: socket.socket, message: Message, files: Sequence[int] = ()) -> None:
-    """Send one frame, with open files on a UNIX socket. Raises OSError when the other side is gone."""
+def send(sock: socket.socket, message: Message, files: Sequence[int] = (), at_most_bytes: int = MAX_FRAME_BYTES) -> None:
+    """Send one frame, with open files on a UNIX socket.
+
+    Raises
+    ------
+    UsageError
+        The message is longer than allowed; nothing was sent.
+    OSError
+        The other side is gone.
+    """
     body = json.dumps(message).encode()
+    if len(body) > at_most_bytes:
+        raise UsageError(
+            f"the {message['op']} of a state takes {len(body)} bytes and may take {at_most_bytes}; put long lists into tensors"
+        )
     frame = _LENGTH.pack(len(body)) + body
     if files:
         sent = socket.send_fds(sock, [frame], list(files))
@@ -78,7 +93,7 @@ def receive(sock: socket.socket, max_files: int = 0) -> tuple[Message, list[int]
         message = json.loads(_exactly(sock, length))
         if not isinstance(message, dict) or not isinstance(message.get("op"), str):
             raise ValueError
-    except ValueError:
+    except (ValueError, RecursionError):
         raise PeerError("what was received is no message of a checkpoint cache") from None
     return message, files
 

@@ -36,22 +36,32 @@ def complete(copies: Iterable[Copy]) -> set[Generation]:
     return {generation for (generation, world_size), found in ranks.items() if len(found) == world_size}
 
 
+def safe(copies: Iterable[Copy], holders: int) -> set[Generation]:
+    """Return the generations of which every rank's shard lies in at least `holders` places."""
+    where: dict[tuple[Generation, int], dict[int, set[str]]] = {}
+    for copy in copies:
+        where.setdefault((copy.generation, copy.world_size), {}).setdefault(copy.rank, set()).add(copy.holder)
+    return {
+        generation
+        for (generation, world_size), ranks in where.items()
+        if len(ranks) == world_size and all(len(places) >= holders for places in ranks.values())
+    }
+
+
 def choose(copies: Collection[Copy], world_size: int, exclude: Collection[Generation] = ()) -> Choice:
     """Return the newest complete generation of a job with `world_size` ranks that is not in `exclude`."""
-    existing = complete(copies)
-    reasons = []
-    for generation in sorted({copy.generation for copy in copies}, reverse=True):
-        of_it = [copy for copy in copies if copy.generation == generation]
-        saved_by = of_it[0].world_size
-        if generation in exclude:
-            continue
-        if saved_by != world_size:
-            reasons.append(f"step {generation.step} was saved by {saved_by} ranks and this job has {world_size}")
-        elif generation not in existing:
-            missing = sorted(set(range(saved_by)) - {copy.rank for copy in of_it})
+    ours = [copy for copy in copies if copy.world_size == world_size]
+    existing = complete(ours)
+    reasons: list[str] = []
+    for generation in sorted({copy.generation for copy in copies} - set(exclude), reverse=True):
+        if generation in existing:
+            return Choice(generation, tuple(reasons))
+        if found := {copy.rank for copy in ours if copy.generation == generation}:
+            missing = sorted(set(range(world_size)) - found)
             reasons.append(f"of step {generation.step} the shard of rank {_listed(missing)} is nowhere")
         else:
-            return Choice(generation, tuple(reasons))
+            saved_by = next(copy.world_size for copy in copies if copy.generation == generation)
+            reasons.append(f"step {generation.step} was saved by {saved_by} ranks and this job has {world_size}")
     return Choice(None, tuple(reasons))
 
 
@@ -70,16 +80,23 @@ def source(copy: Copy, here: str) -> str:
     return "local" if copy.holder == here == copy.origin else "neighbour"
 
 
-def surplus(held: Collection[Generation], existing: Collection[Generation], keep: int) -> set[Generation]:
+def surplus(
+    held: Collection[Generation],
+    complete: Collection[Generation],
+    newest_safe: Generation | None,
+    asked: Collection[Generation],
+    keep: int,
+) -> set[Generation]:
     """Return which generations a memory that holds `held` may forget.
 
-    The `keep` newest that exist stay, and of those that are newer than the newest existing one, which other ranks may still be
-    saving, the `keep` newest.
+    The `keep` newest that were `complete` when others were asked last stay. So does the newest of which every shard is known to
+    lie in two places: it is what is left when a cache dies. Of those that are newer, which other ranks may still be saving, the
+    `keep` newest stay, and all that are not in `asked`: they may be complete, and nobody here has heard of it yet.
     """
-    good = sorted(set(held) & set(existing), reverse=True)
-    newest = good[0] if good else None
-    unfinished = sorted((g for g in set(held) if newest is None or g > newest), reverse=True)
-    return set(held) - set(good[:keep]) - set(unfinished[:keep])
+    good = sorted(set(held) & set(complete), reverse=True)
+    newer = sorted((g for g in set(held) if newest_safe is None or g > newest_safe), reverse=True)
+    unheard = {g for g in newer if g not in asked}
+    return set(held) - set(good[:keep]) - set(newer[:keep]) - unheard - {newest_safe}
 
 
 def _listed(ranks: list[int]) -> str:

@@ -37,6 +37,8 @@ ALONE_S = 5.0
 """A shard of a generation that is not known to exist after so long goes to storage all the same: peers may be cut off."""
 ASK_S, ASK_SLOW_S = 0.1, 2.0
 """Peers are asked what they hold this often while a generation is unfinished; ever more slowly while nothing comes of it."""
+_NONE = Generation(0, 0, "")
+"""Older than every generation."""
 DRAIN_S = 10.0
 """A cache that is told to end finishes what it has to write for so long."""
 
@@ -117,11 +119,17 @@ class Cache:
         self.storage = Folder(Path(settings.storage)) if settings.storage else None
         self._shards: dict[Key, Shard] = {}
         self._existing: dict[str, set[Generation]] = {}
+        self._complete: dict[str, set[Generation]] = {}
+        self._safe: dict[str, Generation] = {}
+        self._asked: dict[str, set[Key]] = {}
         self._begun: dict[str, set[Generation]] = {}
+        """What other nodes began to write last, of each job."""
+        self._storing: dict[str, Generation] = {}
+        """What this node began to write last, of each job."""
         self._peers: dict[str, dict[str, str]] = {}
         self._clients: dict[tuple[str, int], _Client] = {}
+        self._born: dict[tuple[str, int], int] = {}
         self.changed = threading.Condition()
-        self._storing: Key | None = None
         self._stopping = False
         self._said: set[str] = set()
         try:
@@ -201,7 +209,6 @@ class Cache:
                 error = f"{step} of step {shard.key.generation.step}, rank {shard.key.rank}: {_words(problem)}"
                 self._say(f"{error}; it is tried again")
             with self.changed:
-                shard.pins -= 1
                 shard.error = error
                 if error:
                     tries = shard.tries[step] = shard.tries.get(step, 0) + 1
@@ -209,7 +216,7 @@ class Cache:
                     shard.not_before_s[step] = time.monotonic() + delay_s
                 else:
                     shard.wants.discard(step)
-                self._retain(shard.key.job)
+                self.unpin(shard)
                 self.changed.notify_all()
             self._write_down(shard)
 
@@ -228,7 +235,7 @@ class Cache:
                 else:
                     wait_s = delay_s if wait_s is None else min(wait_s, delay_s)
             if due:
-                return max(due, key=self._urgency) if step == "store" else max(due, key=lambda s: s.key.generation)
+                return self._most_urgent(due) if step == "store" else max(due, key=lambda s: s.key.generation)
             self.changed.wait(wait_s)
 
     def _may_store(self, shard: Shard) -> bool:
@@ -238,10 +245,16 @@ class Cache:
     def _others(self, job: str) -> dict[str, str]:
         return {node: address for node, address in self._peers.get(job, {}).items() if node != self.node}
 
-    def _urgency(self, shard: Shard) -> tuple[bool, bool, Generation]:
-        """What another node has begun to write goes first, lest each write other generations and none be whole in storage."""
+    def _is_begun(self, shard: Shard) -> bool:
         job, wanted = shard.key.job, shard.key.generation
-        return (wanted in self._begun.get(job, ()), wanted in self._existing.get(job, ()), wanted)
+        return wanted in self._begun.get(job, ()) or wanted == self._storing.get(job)
+
+    def _most_urgent(self, due: list[Shard]) -> Shard:
+        """What a node has begun to write goes first, lest each write other generations and none be whole in storage."""
+        begun = [shard for shard in due if self._is_begun(shard)]
+        if begun:
+            return min(begun, key=lambda s: s.key.generation)
+        return max(due, key=lambda s: (s.key.generation in self._existing.get(s.key.job, ()), s.key.generation))
 
     def _verify(self, shard: Shard) -> None:
         manifest = made_of(shard.key, shard.world_size, shard.origin, shard.content, shard.data)
@@ -271,27 +284,30 @@ class Cache:
         assert self.storage is not None
         job, wanted = shard.key.job, shard.key.generation
         with self.changed:
-            self._storing = shard.key
-        self.storage.write(shard.manifest, shard.data)
-        with self.changed:
-            shard.stored = True
-        self._tell(shard.key, "persistent")
-        if self.storage.commit(job, wanted, shard.world_size):
+            self._storing[job] = wanted
+        verify(shard.manifest, shard.data)
+        try:
+            self.storage.write(shard.manifest, shard.data)
             with self.changed:
-                self._existing.setdefault(job, set()).add(wanted)
-            self.storage.retain(job, self.settings.stored_generations)
-        begun = set(self.storage.begun(job)) - set(self.storage.committed(job))
-        with self.changed:
-            self._begun[job] = begun
+                shard.stored = True
+            self._tell(shard.key, "persistent")
+            if self.storage.commit(job, wanted, shard.world_size):
+                with self.changed:
+                    self._existing.setdefault(job, set()).add(wanted)
+                self.storage.retain(job, self.settings.stored_generations)
+        except OSError as error:
+            raise CheckpointError(f"storage {self.storage.path}: {_words(error)}") from None
 
     def _ask_peers(self) -> None:
-        """Find out which generations exist, while there are some of which this is not known."""
+        """Find out which generations exist and which are safe, while there are some of which this is not known."""
         period_s = ASK_S
         while True:
             with self.changed:
                 while not (open_jobs := self._jobs_with_open_generations()):
                     period_s = ASK_S
                     self.changed.wait()
+                # all ranks have saved these, or never will: two newer ones were saved here since
+                superseded = {job: {s.key for s in self._surplus(job, None)} for job in open_jobs}
             learned = False
             for job in open_jobs:
                 copies, _ = self._copies(job, with_storage=False)
@@ -301,17 +317,30 @@ class Cache:
                     learned = learned or not existing <= known
                     known |= existing
                     self._existing[job] = set(sorted(known)[-16:])
+                    for found in restore.safe(copies, 2 if self._others(job) else 1):
+                        if found > self._safe.get(job, _NONE):
+                            self._safe[job], learned = found, True
+                    self._complete[job], self._asked[job] = existing, superseded[job]
                     self._retain(job)
                     self.changed.notify_all()
             period_s = ASK_S if learned else min(2 * period_s, ASK_SLOW_S)
-            time.sleep(period_s)
+            time.sleep(ASK_S)
+            with self.changed:
+                self.changed.wait_for(lambda: any(self._unasked(job) for job in self._jobs()), period_s - ASK_S)
+
+    def _jobs(self) -> set[str]:
+        return {key.job for key in self._shards}
 
     def _jobs_with_open_generations(self) -> set[str]:
         return {
             key.job
             for key, shard in self._shards.items()
-            if shard.origin == self.node and key.generation > max(self._existing.get(key.job, ()), default=Generation(0, 0, ""))
-        }
+            if shard.origin == self.node and key.generation > self._safe.get(key.job, _NONE)
+        } | {job for job in self._jobs() if self._unasked(job)}
+
+    def _unasked(self, job: str) -> bool:
+        """Whether memory is held only because it is not known whether others hold the rest of it."""
+        return len(self._surplus(job, None)) > len(self._surplus(job, self._asked.get(job, set())))
 
     # ---- what is held
 
@@ -338,10 +367,10 @@ class Cache:
                 copies += self.storage.copies(job)
                 existing |= set(self.storage.committed(job))
             except OSError as error:
-                problems.append(f"storage {self.storage.path}: {error}")
+                problems.append(f"storage {self.storage.path}: {_words(error)}")
         with self.changed:
-            self._begun.setdefault(job, set()).update(begun)
-            self._existing.setdefault(job, set()).update(existing)
+            self._begun[job] = begun
+            self._existing.setdefault(job, set()).update(existing | restore.complete(copies))
         return copies, problems
 
     def _held(self, job: str) -> list[Copy]:
@@ -356,32 +385,43 @@ class Cache:
 
     def _retain(self, job: str) -> None:
         """Forget what is no longer needed; the caller holds the lock."""
+        # one that was begun stays until it is written; only one, so that a storage that takes nothing cannot fill the memory
+        begun: dict[int, Generation] = {}
+        for key, shard in self._shards.items():
+            if key.job == job and "store" in shard.wants and self._is_begun(shard):
+                begun[key.rank] = min(key.generation, begun.get(key.rank, key.generation))
+        for shard in self._surplus(job, self._asked.get(job, set())):
+            if shard.pins == 0 and shard.key.generation != begun.get(shard.key.rank):
+                self._drop(shard, "a newer one was complete before")
+
+    def _surplus(self, job: str, asked: set[Key] | None) -> list[Shard]:
+        """Return what need not be held if others were asked about `asked`, None for everything; the caller holds the lock."""
         by_rank: dict[int, list[Shard]] = {}
         for key, shard in self._shards.items():
             if key.job == job:
                 by_rank.setdefault(key.rank, []).append(shard)
+        complete, newest_safe, keep = self._complete.get(job, set()), self._safe.get(job), self.settings.generations
+        found = []
         for shards in by_rank.values():
-            surplus = restore.surplus(
-                [s.key.generation for s in shards], self._existing.get(job, set()), self.settings.generations
-            )
-            for shard in shards:
-                begun_elsewhere = "store" in shard.wants and shard.key.generation in self._begun.get(job, ())
-                if shard.key.generation in surplus and shard.pins == 0 and not begun_elsewhere:
-                    self._drop(shard)
+            held = [s.key.generation for s in shards]
+            heard = held if asked is None else [s.key.generation for s in shards if s.key in asked]
+            surplus = restore.surplus(held, complete, newest_safe, heard, keep)
+            found += [s for s in shards if s.key.generation in surplus]
+        return found
 
-    def _drop(self, shard: Shard) -> None:
+    def _drop(self, shard: Shard, why: str) -> None:
+        """Hold a shard no longer; its memory is free when nobody reads it any more. The caller holds the lock."""
         del self._shards[shard.key]
         shard.dropped = True
-        self.slabs.give(shard.owner, shard.slab)
+        if shard.pins == 0:
+            self.slabs.give(shard.owner, shard.slab)
         self._write_down(shard)
+        step = f"step {shard.key.generation.step}"
         if "store" in shard.wants:
-            why = f"step {shard.key.generation.step} was not written to storage: a newer one was complete before"
-            self._say(f"job {shard.key.job}, rank {shard.key.rank}: {why}")
-            self._tell(shard.key, "persistent", why)
+            self._say(f"job {shard.key.job}, rank {shard.key.rank}: {step} was not written to storage: {why}")
+            self._tell(shard.key, "persistent", f"{step} was not written to storage: {why}")
         if "replicate" in shard.wants:
-            self._tell(
-                shard.key, "replicated", f"step {shard.key.generation.step} was not copied: a newer one was complete before"
-            )
+            self._tell(shard.key, "replicated", f"{step} was not copied: {why}")
         self.changed.notify_all()
 
     def _add(self, shard: Shard) -> None:
@@ -409,7 +449,7 @@ class Cache:
             if not ended:
                 raise
             for shard in ended:
-                self._drop(shard)
+                self._drop(shard, "memory was short and the job had ended")
             return self.slabs.take(owner, nbytes)
 
     # ---- other nodes
@@ -426,8 +466,8 @@ class Cache:
 
     def _tell_inventory(self, sock: socket.socket, message: Message) -> None:
         shards = [(str(c.generation), c.rank, c.world_size, c.origin) for c in self._held(message["job"])]
-        storing = [str(key.generation) for key in [self._storing] if key and key.job == message["job"]]
         with self.changed:
+            storing = [str(self._storing[message["job"]])] if message["job"] in self._storing else []
             existing = [str(known) for known in sorted(self._existing.get(message["job"], ()))[-4:]]
         send(sock, {"op": "inventory", "node": self.node, "storing": storing, "existing": existing, "shards": shards})
 
@@ -494,15 +534,29 @@ class Cache:
         """Say that a shard is no longer read."""
         with self.changed:
             shard.pins -= 1
+            if shard.dropped and shard.pins == 0:
+                self.slabs.give(shard.owner, shard.slab)
             self._retain(shard.key.job)
 
     # ---- this node's ranks
 
-    def hello(self, client: "_Client", peers: dict[str, str] | None) -> None:
-        """Let a rank in; whoever was that rank before is shown out, and may not disturb its successor."""
+    def hello(self, client: "_Client", born: int, peers: dict[str, str] | None) -> None:
+        """Let a rank in; whoever was that rank before is shown out, and may not come back to disturb its successor.
+
+        Raises
+        ------
+        UsageError
+            This one is the predecessor.
+        """
         with self.changed:
-            before = self._clients.get((client.job, client.rank))
-            self._clients[client.job, client.rank] = client
+            who = (client.job, client.rank)
+            if born < self._born.get(who, 0):
+                raise UsageError(f"another process has become rank {client.rank} of job {client.job}; this one should end")
+            before = self._clients.get(who)
+            self._born[who] = born
+            self._clients[who] = client
+            # within the lock, lest it hear of anything else before
+            client.send({"op": "welcome", "node": self.node})
             if before is not None:
                 before.show_out()
             known = place.peers(self.settings.peers) if peers is None else peers
@@ -544,13 +598,14 @@ class Cache:
         choice = restore.choose(copies, world_size, exclude)
         attempt = max((copy.generation.attempt for copy in copies), default=0)
         with self.changed:
-            existed = max(self._existing.get(job, set()) | restore.complete(copies), default=None)
+            existed = max(self._existing[job], default=None)
         notes = [*choice.passed_over, *(f"not reached: {problem}" for problem in problems)]
         return {
             "generation": None if choice.generation is None else str(choice.generation),
             "attempt": attempt,
             "existed": None if existed is None else str(existed),
             "passed_over": notes,
+            "unreached": problems,
         }
 
     def fetch(self, key: Key) -> tuple[Shard, str, str, list[str]]:
@@ -583,9 +638,9 @@ class Cache:
                 verify(shard.manifest, shard.data)
             except Corrupt:
                 with self.changed:
-                    shard.pins -= 1
-                    if not shard.dropped and shard.pins == 0:
-                        self._drop(shard)
+                    if not shard.dropped:
+                        self._drop(shard, "its bytes changed in memory")
+                    self.unpin(shard)
                 raise
             return shard
         taken: list[Slab] = []
@@ -676,12 +731,11 @@ class _Client:
         self._filling: dict[int, Slab] = {}
         self._reading: dict[int, list[Shard]] = {}
         self._layouts: dict[int, list[Any]] = {}
-        self._out = False
         self.job, self.rank, self.world_size = "", 0, 0
 
     @property
     def _owner(self) -> str:
-        return f"{self.job}/{self.rank}"
+        return f"{self.job}/{self.rank}/{id(self)}"
 
     def serve(self) -> None:
         """Answer until the rank closes its connection or dies."""
@@ -697,11 +751,10 @@ class _Client:
             self.job, self.rank, self.world_size = check_job(hello["job"]), int(hello["rank"]), int(hello["world_size"])
             if not 0 <= self.rank < self.world_size:
                 raise UsageError(f"there is no rank {self.rank} among {self.world_size}")
+            self._cache.hello(self, int(hello["born"]), hello["peers"])
         except UsageError as error:
             self.send({"op": "refused", "why": str(error)})
             return
-        self.send({"op": "welcome", "node": self._cache.node})
-        self._cache.hello(self, hello["peers"])
         try:
             while (got := receive(self._sock)) is not None:
                 {
@@ -716,20 +769,21 @@ class _Client:
             self._leave()
 
     def show_out(self) -> None:
-        """Close the connection of a process that may still run. It keeps its mappings, so their slabs are never used again."""
-        self._out = True
-        for slab in self._known.values():
-            slab.reusable = False
+        """Close the connection of a process that may still run."""
         self._hang_up()
 
     def _leave(self) -> None:
+        """Clean up. The process may still run and keeps its mappings, so its slabs are never used again."""
         self._cache.goodbye(self)
         for shards in self._reading.values():
             for shard in shards:
                 self._cache.unpin(shard)
         with self._cache.changed:
+            for slab in self._known.values():
+                slab.reusable = False
             for slab in self._filling.values():
                 self._cache.slabs.give(self._owner, slab)
+            self._cache.slabs.forget(self._owner)
 
     def send(self, message: Message, files: Iterable[int] = ()) -> None:
         """Send a message from any thread. A rank that is gone or takes nothing is no error here: its own thread notices."""
@@ -752,12 +806,18 @@ class _Client:
                 slab = self._cache.take(self._owner, int(message["nbytes"]), self.job)
                 new = slab.number not in self._known
                 self._known[slab.number] = self._filling[slab.number] = slab
-                if self._out:
-                    slab.reusable = False
         except CannotRun as error:
-            self.send({"op": "full", "why": str(error)})
+            self.send({"op": "full", "why": str(error), "gone": self._gone()})
             return
-        self.send({"op": "slab", "slab": slab.number, "nbytes": slab.size_bytes}, [slab.file] if new else [])
+        answer = {"op": "slab", "slab": slab.number, "nbytes": slab.size_bytes, "gone": self._gone()}
+        self.send(answer, [slab.file] if new else [])
+
+    def _gone(self) -> list[int]:
+        """Return which slabs the rank should let go of."""
+        gone = [number for number, slab in self._known.items() if slab.discarded]
+        for number in gone:
+            del self._known[number]
+        return gone
 
     def _layout(self, message: Message) -> None:
         self._layouts[message["layout"]] = message["items"]
@@ -819,7 +879,7 @@ def _stop_at_signal(cache: Cache) -> None:
 def _listen(address: str, port: int) -> socket.socket:
     try:
         return socket.create_server((address, port), backlog=128)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise CannotRun(f"the cache cannot listen on {address or 'all addresses'}, port {port}: {_words(error)}") from None
 
 

@@ -1,6 +1,8 @@
 """A training state as a list of tensors and plain JSON, and back. No pickle: what is neither is refused by name."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from mmap import mmap
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -9,6 +11,10 @@ from torch import Tensor
 from checkpoint.errors import Corrupt, UsageError
 
 ALIGN_BYTES = 64
+_ODD_DTYPES = re.compile(r"torch\.(u?int[1-7]|q.*)")
+_DTYPES = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype) and not _ODD_DTYPES.fullmatch(str(d)))
+_PLAIN = (bool, int, float, str, type(None))
+_INT_BITS = 10_000  # Python reads and writes whole numbers of up to 4300 digits
 
 
 @runtime_checkable
@@ -41,20 +47,24 @@ def flatten(state: Any) -> Flat:
         Something in it is none of these; the sentence names where it is.
     """
     flat = Flat([], [], None)
-    seen: dict[tuple[int, Any, Any, Any], int] = {}
+    seen: dict[tuple[Any, ...], int] = {}
     return flat._replace(skeleton=_flatten(state, flat, seen, "state"))
 
 
-def _flatten(value: Any, flat: Flat, seen: dict[tuple[int, Any, Any, Any], int], where: str) -> Any:
+def _flatten(value: Any, flat: Flat, seen: dict[tuple[Any, ...], int], where: str) -> Any:
     if isinstance(value, Tensor):
         _check(value, where)
         # tied weights are one tensor under two names
-        identity = (value.data_ptr() or id(value), value.dtype, value.shape, value.stride())
+        identity = (
+            value.data_ptr() or id(value), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
+        )  # fmt: skip
         at = seen.setdefault(identity, len(flat.tensors))
         if at == len(flat.tensors):
-            flat.tensors.append(value.detach())
+            flat.tensors.append(value)
         return ["t", at]
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, int) and value.bit_length() > _INT_BITS:
+        raise UsageError(f"{where} is a whole number of {value.bit_length()} bits; at most {_INT_BITS} can be saved")
+    if isinstance(value, _PLAIN):
         flat.values.append(value)
         return ["v", len(flat.values) - 1]
     if isinstance(value, Mapping):
@@ -62,13 +72,13 @@ def _flatten(value: Any, flat: Flat, seen: dict[tuple[int, Any, Any, Any], int],
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise UsageError(f"{where} has the key {key!r}; a state's keys are texts or whole numbers")
         return ["d", [[key, _flatten(item, flat, seen, f"{where}.{key}")] for key, item in value.items()]]
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         kind = "l" if isinstance(value, list) else "u"
         return [kind, [_flatten(item, flat, seen, f"{where}[{i}]") for i, item in enumerate(value)]]
     if isinstance(value, Stateful):
         return _flatten(value.state_dict(), flat, seen, where)
     raise UsageError(
-        f"{where} is a {type(value).__name__}, which cannot be saved: a state is made of tensors, plain values, dicts, lists, "
+        f"{where} is a {_kind(value)}, which cannot be saved: a state is made of tensors, plain values, dicts, lists, "
         "and objects with state_dict and load_state_dict"
     )
 
@@ -91,17 +101,29 @@ def unflatten(skeleton: Any, tensors: Sequence[Tensor], values: Sequence[Any]) -
 
 
 def misfit(into: Any, state: Any, where: str = "state") -> str:
-    """Return why `state` cannot be put into `into`, empty when it can. Changes nothing."""
+    """Return why `state` cannot be put into `into`, empty when it can. Changes nothing.
+
+    Only what holds tensors or `Stateful` objects must have the form of the checkpoint; plain data is replaced.
+    """
     if isinstance(into, Tensor):
         if not isinstance(state, Tensor):
-            return f"{where} is a tensor here and a {type(state).__name__} in the checkpoint"
+            return f"{where} is a tensor here and a {_kind(state)} in the checkpoint"
         if into.shape != state.shape or into.dtype != state.dtype:
             here, there = f"{into.dtype} {tuple(into.shape)}", f"{state.dtype} {tuple(state.shape)}"
             return f"{where} is {here} here and {there} in the checkpoint"
         return ""
     if isinstance(into, torch.nn.Module):
         return misfit(dict(into.state_dict()), state, where)
+    if isinstance(into, torch.optim.Optimizer):
+        if not isinstance(state, Mapping) or "param_groups" not in state:
+            return f"{where} is an optimizer here and none in the checkpoint"
+        sizes, saved = ([len(group["params"]) for group in groups] for groups in (into.param_groups, state["param_groups"]))
+        return "" if sizes == saved else f"{where} has groups of {sizes} parameters here and of {saved} in the checkpoint"
+    if _is_plain(into):
+        return ""
     if isinstance(into, Mapping):
+        if not isinstance(into, MutableMapping):
+            return f"{where} is a {_kind(into)} here, which cannot be filled"
         if not isinstance(state, Mapping) or set(into) != set(state):
             keys = set(into) ^ set(state) if isinstance(state, Mapping) else set(into)
             return (
@@ -110,7 +132,7 @@ def misfit(into: Any, state: Any, where: str = "state") -> str:
                 else f"{where} is no dict"
             )
         return next(filter(None, (misfit(item, state[key], f"{where}.{key}") for key, item in into.items())), "")
-    if isinstance(into, list | tuple) and any(isinstance(item, Tensor | Stateful) for item in into):
+    if isinstance(into, list | tuple):
         if not isinstance(state, list | tuple) or len(state) != len(into):
             return f"{where} has another length in the checkpoint"
         return next(filter(None, (misfit(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(into, state, strict=True)))), "")
@@ -118,24 +140,44 @@ def misfit(into: Any, state: Any, where: str = "state") -> str:
 
 
 def put_into(into: Any, state: Any) -> None:
-    """Write `state` into the tensors, dicts and `Stateful` objects of `into`, which `misfit` has found to fit."""
-    if isinstance(into, Tensor):
+    """Write `state` into the tensors, dicts, lists and `Stateful` objects of `into`, which `misfit` has found to fit."""
+    _filled(into, state)
+
+
+def _filled(item: Any, value: Any) -> Any:
+    """Return `item` with `value` written into it if it can hold it, else `value`."""
+    if isinstance(item, Tensor):
         with torch.no_grad():
-            into.copy_(state)
-    elif isinstance(into, dict):
-        for key, item in into.items():
-            if isinstance(item, Tensor | dict | list | tuple | Stateful):
-                put_into(item, state[key])
-            else:
-                into[key] = state[key]
-    elif isinstance(into, Stateful):
-        into.load_state_dict(state)
-    elif isinstance(into, list | tuple):
-        for i, item in enumerate(into):
-            if isinstance(item, Tensor | dict | list | tuple | Stateful):
-                put_into(item, state[i])
-            elif isinstance(into, list):
-                into[i] = state[i]
+            item.copy_(value)
+    elif isinstance(item, Stateful):
+        item.load_state_dict(value)
+    elif isinstance(item, MutableMapping) and isinstance(value, Mapping):
+        if _is_plain(item):
+            item.clear()
+        for key in value:
+            item[key] = _filled(item.get(key), value[key])
+    elif isinstance(item, list) and isinstance(value, list):
+        here = [None] * len(value) if _is_plain(item) else item
+        item[:] = [_filled(old, new) for old, new in zip(here, value, strict=True)]
+    elif isinstance(item, tuple) and not _is_plain(item):
+        return tuple(_filled(old, new) for old, new in zip(item, value, strict=True))
+    else:
+        return value
+    return item
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether there is neither a tensor nor a `Stateful` object in a value."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return not isinstance(value, Tensor | Stateful)
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
 class Place(NamedTuple):
@@ -157,16 +199,25 @@ def places(tensors: Sequence[Tensor]) -> tuple[list[Place], int]:
     return found, at
 
 
-def views(buffer: Tensor, where: Sequence[Place]) -> list[Tensor]:
-    """Return the tensors that lie in a buffer of bytes. Raises Corrupt when they do not fit into it."""
+def views(buffer: mmap, where: Sequence[Place]) -> list[Tensor]:
+    """Return the tensors that lie in a buffer of bytes. Raises Corrupt when they do not fit into it.
+
+    Each has a storage of its own: `torch.set_rng_state` and others read from where a storage begins, and `torch.save` writes all
+    of it.
+    """
     found = []
     for place in where:
         dtype = getattr(torch, place.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not 0 <= place.offset <= place.offset + place.nbytes <= buffer.numel():
-            raise Corrupt(f"a tensor of {place.dtype} at byte {place.offset} does not fit into {buffer.numel()} bytes")
+        if (
+            not isinstance(dtype, torch.dtype)
+            or place.offset % ALIGN_BYTES
+            or not 0 <= place.offset <= place.offset + place.nbytes <= len(buffer)
+        ):
+            raise Corrupt(f"a tensor of {place.dtype} at byte {place.offset} does not fit into {len(buffer)} bytes")
         try:
             if place.nbytes:
-                found.append(buffer[place.offset : place.offset + place.nbytes].view(dtype).view(place.shape))
+                raw = torch.frombuffer(buffer, dtype=torch.uint8, count=place.nbytes, offset=place.offset)
+                found.append(raw.view(dtype).view(place.shape))
             else:
                 found.append(torch.empty(place.shape, dtype=dtype))
         except RuntimeError as error:
@@ -175,6 +226,17 @@ def views(buffer: Tensor, where: Sequence[Place]) -> list[Tensor]:
 
 
 def _check(tensor: Tensor, where: str) -> None:
-    if hasattr(tensor, "to_local") or tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        kind = type(tensor).__name__ if hasattr(tensor, "to_local") else f"{tensor.layout} tensor on {tensor.device}"
-        raise UsageError(f"{where} is a {kind}, which cannot be saved yet; save its local, dense part")
+    # a state has thousands of tensors and a save is a stall, so this line takes half a microsecond
+    if (
+        tensor.dtype in _DTYPES
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_meta or hasattr(tensor, "to_local"))
+    ):
+        return
+    if hasattr(tensor, "to_local"):
+        kind = f"{_kind(tensor)}"
+    elif tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type == "meta":
+        kind = f"{'nested ' if tensor.is_nested else ''}{tensor.layout} tensor on {tensor.device}"
+    else:
+        kind = f"tensor of {tensor.dtype}"
+    raise UsageError(f"{where} is a {kind}, which cannot be saved yet; save its local, dense part")

@@ -20,6 +20,7 @@ from checkpoint.manifest import Generation, Key, Manifest, decode, generation
 from checkpoint.restore import STORAGE, Copy
 
 _PIECE_BYTES = 16 << 20
+_AWAY = ".removed-"
 
 
 class Folder:
@@ -68,7 +69,11 @@ class Folder:
         found = []
         for wanted in self.begun(job):
             folder = self.path / job / str(wanted)
-            for name in _names(folder):
+            try:
+                names = _names(folder)
+            except OSError:
+                continue  # what is wrong with one generation says nothing about the others
+            for name in names:
                 if not (name.startswith("rank-") and name.endswith(".json")):
                     continue
                 try:
@@ -112,10 +117,13 @@ class Folder:
         good = self.committed(job)
         if len(good) < keep:
             return []
+        for name in _names(self.path / job):
+            if name.startswith(_AWAY):  # whoever removed it was interrupted
+                shutil.rmtree(self.path / job / name, ignore_errors=True)
         removed = [g for g in self.begun(job) if g < good[-keep]]
         for old in removed:
             # out of sight first: a removal that is interrupted must not leave half a generation in place
-            away = Path(tempfile.mkdtemp(dir=self.path / job, prefix=".removed-"))
+            away = Path(tempfile.mkdtemp(dir=self.path / job, prefix=_AWAY))
             with suppress(FileNotFoundError):  # another node removes the same
                 os.rename(self.path / job / str(old), away / str(old))
             shutil.rmtree(away, ignore_errors=True)

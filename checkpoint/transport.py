@@ -15,7 +15,7 @@ SILENCE_S = 15.0
 
 
 class Inventory(NamedTuple):
-    """What a cache tells of a job: the shards in its memory, what it writes to storage, which generations it knows to exist."""
+    """What a cache tells of a job: the shards in its memory, what it began to store last, which generations it knows to exist."""
 
     copies: list[Copy]
     storing: set[Generation]
@@ -32,8 +32,14 @@ def inventory(address: str, job: str) -> Inventory:
     """
     with _Call(address) as call:
         answer = call.ask({"op": "inventory", "job": job}, "inventory")
-        copies = [Copy(generation(g), rank, world, answer["node"], origin) for g, rank, world, origin in answer["shards"]]
-        return Inventory(copies, {generation(g) for g in answer["storing"]}, {generation(g) for g in answer["existing"]})
+        try:
+            copies = [
+                Copy(generation(g), int(rank), int(world), str(answer["node"]), str(origin))
+                for g, rank, world, origin in answer["shards"]
+            ]
+            return Inventory(copies, {generation(g) for g in answer["storing"]}, {generation(g) for g in answer["existing"]})
+        except Corrupt as error:
+            raise ValueError(error) from None
 
 
 def put(address: str, manifest: Manifest, data: memoryview, existing: Iterable[Generation]) -> None:

@@ -1,4 +1,4 @@
-"""What `eagleeye export` may cost a node: start below 1 s, all its processes below 60 MB, nothing beyond the base install."""
+"""What `eagleeye export` and `eagleeye cache` may cost a node, with nothing beyond the base install."""
 
 import contextlib
 import os
@@ -7,6 +7,8 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+
+import pytest
 
 HEAVY = (
     "numpy",
@@ -91,3 +93,56 @@ def test_best_of_five_starts(tmp_path: Path) -> None:
         process.communicate(timeout=10)
         took_s.append(start_s)
     assert min(took_s) < 1.0
+
+
+def cache(folder: Path) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            BLOCKED,
+            "cache",
+            "--port",
+            "0",
+            "--address",
+            "127.0.0.1",
+            "--run-dir",
+            "run",
+            "--storage",
+            "store",
+        ],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"]},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("cache of "), process.communicate()
+    return process
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used, in its own code and in the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_an_empty_cache_is_small_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    process = cache(tmp_path)
+    used_bytes = peak_bytes(process.pid)
+    process.terminate()
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, "")
+    assert 10e6 < used_bytes < 60e6
+
+
+@pytest.mark.slow
+def test_an_idle_cache_takes_no_processor_time(tmp_path: Path) -> None:
+    process = cache(tmp_path)
+    began_s, idle_s = cpu_s(process.pid), 5.0
+    time.sleep(idle_s)
+    used_s = cpu_s(process.pid) - began_s
+    process.terminate()
+    process.communicate(timeout=20)
+    assert used_s < 0.01 * idle_s

@@ -1,4 +1,4 @@
-"""The wheel: two top-level packages, what they need at run time, and nothing of the rest of the repository."""
+"""The wheel: three top-level packages, what they need at run time, and nothing of the rest of the repository."""
 
 import importlib.util
 import shutil
@@ -36,14 +36,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_top_level_names(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.partition("/")[0] for name in names}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"eagleeye", "remediation"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"eagleeye", "remediation", "checkpoint"}
     assert wheel.name.startswith("eagleeye_toolkit-")
 
 
 @pytest.mark.slow
 def test_every_file_that_is_not_code_comes_along(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for package in ("eagleeye", "remediation"):
+    for package in ("eagleeye", "remediation", "checkpoint"):
         ours = {
             str(path.relative_to(ROOT))
             for path in (ROOT / package).rglob("*")

@@ -1,0 +1,273 @@
+import json
+import math
+import re
+from collections import OrderedDict
+from mmap import mmap
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint.errors import Corrupt, UsageError
+from checkpoint.state import ALIGN_BYTES, Place, flatten, misfit, places, put_into, unflatten, views
+
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+W = torch.ones(2)
+REFUSED = [d for d in DTYPES if re.fullmatch(r"torch\.(u?int[1-7]|qu?int.*)", str(d))]
+
+
+def through_memory(state: Any) -> Any:
+    """Return a state after the way that it takes in a save and a load."""
+    flat = flatten(state)
+    where, nbytes = places(flat.tensors)
+    slab = mmap(-1, nbytes + 7)
+    if flat.tensors:
+        torch._foreach_copy_(views(slab, where), flat.tensors)
+    told = json.loads(json.dumps({"skeleton": flat.skeleton, "places": where, "values": flat.values}))
+    return unflatten(told["skeleton"], views(slab, [Place(*item) for item in told["places"]]), told["values"])
+
+
+def of_bytes(dtype: torch.dtype, count: int) -> Tensor:
+    """Return a tensor of arbitrary bits, NaNs and all."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count * size,), dtype=torch.uint8)
+    return raw.view(dtype)
+
+
+def bits(tensor: Tensor) -> list[int]:
+    return [] if not tensor.numel() else tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in REFUSED], ids=str)
+def test_every_bit_of_every_dtype_comes_back(dtype: torch.dtype) -> None:
+    for tensor in (of_bytes(dtype, 24).view(2, 3, 4), of_bytes(dtype, 1).view(()), of_bytes(dtype, 0).view(0, 5)):
+        (back,) = through_memory([tensor])
+        assert (back.dtype, back.shape) == (dtype, tensor.shape)
+        assert bits(back) == bits(tensor)
+
+
+@pytest.mark.parametrize("dtype", [d for d in REFUSED if "q" not in str(d)], ids=str)
+def test_a_dtype_that_torch_cannot_copy_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UsageError, match=rf"^state\.w is a tensor of {dtype}, which cannot be saved yet"):
+        flatten({"w": torch.empty(3, dtype=dtype)})
+
+
+@pytest.mark.filterwarnings("ignore:.*quant.*")
+def test_a_quantized_tensor_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^state\.w is a tensor of torch\.quint8, which cannot be saved yet"):
+        flatten({"w": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)})
+
+
+def test_views_that_are_not_contiguous() -> None:
+    base = torch.arange(24.0).view(4, 6)
+    state = [base.t(), base[::2, 1::3], base[0].expand(3, 6), base[1:], torch.arange(6).view(2, 3).permute(1, 0)]
+    for back, tensor in zip(through_memory(state), state, strict=True):
+        assert torch.equal(back, tensor)
+        assert back.is_contiguous()
+
+
+def test_a_conjugate_is_not_taken_for_what_it_is_the_conjugate_of() -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    state = [z, z.conj(), z.imag, z.conj().imag]
+    for back, tensor in zip(through_memory(state), state, strict=True):
+        assert torch.equal(back, tensor)
+
+
+def test_each_tensor_is_aligned_and_none_overlap() -> None:
+    where, nbytes = places(
+        [torch.empty(n, dtype=d) for n, d in ((1, torch.bool), (0, torch.int8), (5, torch.float64), (3, torch.int8))]
+    )
+    assert [item.offset % ALIGN_BYTES for item in where] == [0] * 4
+    ends = [item.offset + item.nbytes for item in where]
+    assert all(end <= item.offset for end, item in zip(ends, where[1:], strict=False))
+    assert ends[-1] <= nbytes
+
+
+def test_tied_weights_are_saved_once_and_stay_tied() -> None:
+    tied = torch.nn.Linear(3, 3)
+    state = {"a": tied.weight, "b": tied.weight, "model": tied, "part": tied.weight[:1], "turned": tied.weight.t()}
+    flat = flatten(state)
+    assert len(flat.tensors) == 4  # weight, its bias, a part of it, and it turned over
+    back = through_memory(state)
+    assert back["a"] is back["b"] is back["model"]["weight"]
+    assert torch.equal(back["turned"], tied.weight.t())
+
+
+def test_shapes_of_states() -> None:
+    state = {
+        "nested": {1: [torch.ones(2), (None, True, False, "text", "")], -7: {}, "7": []},
+        "tuple": (),
+        "order": OrderedDict(b=1, a=2),
+        "large": 2**200,
+        "negative": -(10**40),
+        "float": [0.1, -0.0, 1e-320, math.inf, -math.inf],
+        "words": "\ud800 \x00 ünïcödé",
+    }
+    back = through_memory(state)
+    assert torch.equal(back["nested"][1].pop(0), state["nested"][1].pop(0))  # type: ignore[index]
+    assert back == {**state, "order": {"b": 1, "a": 2}}
+    assert list(back["order"]) == ["b", "a"]
+    assert math.copysign(1, back["float"][1]) == -1
+    assert {type(back[name]) for name in ("large", "negative")} == {int}
+    assert type(back["tuple"]) is tuple
+    assert list(back["nested"]) == [1, -7, "7"]
+    assert math.isnan(through_memory(math.nan))
+    assert torch.equal(through_memory(torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ({"a": {"b": [1, {2}]}}, r"^state\.a\.b\[1\] is a set, which cannot be saved"),
+        ({"a": b"bytes"}, r"^state\.a is a bytes, which"),
+        ({"a": (lambda: 0,)}, r"^state\.a\[0\] is a function, which"),
+        ({"a": torch.Size}, r"^state\.a is a type, which"),
+        ({"a": {(1, 2): 3}}, r"^state\.a has the key \(1, 2\); a state's keys are texts or whole numbers"),
+        ({True: 3}, r"^state has the key True"),
+        ({"a": 1j}, r"^state\.a is a complex, which"),
+        ({"a": 1 << 20_000}, r"^state\.a is a whole number of 20001 bits"),
+        ({"a": torch.device("cpu")}, r"^state\.a is a torch\.device, which"),
+        ({"a": torch.eye(2).to_sparse()}, r"^state\.a is a torch.sparse_coo tensor on cpu, which cannot be saved yet"),
+        ({"a": torch.empty(2, device="meta")}, r"^state\.a is a torch.strided tensor on meta, which"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_with_its_place(state: Any, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        flatten(state)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^state\.n is a .*, which cannot be saved yet"):
+        flatten({"n": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])})
+
+
+@pytest.mark.parametrize(
+    "skeleton", [None, 7, [], ["t"], ["t", 9], ["v", 9], ["x", 0], ["d", [["a"]]], ["l", 3], ["t", "0"], [[], 0]]
+)
+def test_a_broken_description_is_corrupt(skeleton: Any) -> None:
+    with pytest.raises(Corrupt):
+        unflatten(skeleton, [torch.ones(1)], [1])
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place("float32", [2], 0, 9),
+        Place("float32", [2], 8, 8),
+        Place("float32", [3], 0, 8),
+        Place("float32", [1], 2, 4),
+        Place("float32", [2], -8, 8),
+        Place("Tensor", [2], 0, 8),
+        Place("nonsense", [2], 0, 8),
+    ],
+)
+def test_a_place_outside_of_the_shard_is_corrupt(place: Place) -> None:
+    with pytest.raises(Corrupt):
+        views(mmap(-1, 8), [place])
+
+
+def learner(seed: int, steps: int = 3) -> dict[str, Any]:
+    """Return a small training state after some steps, different for each seed."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (1 + seed))
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)],
+        milestones=[2],
+    )
+    made = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "losses": []}
+    for _ in range(steps):
+        advance(made)
+    return made | {"rng": torch.get_rng_state()}
+
+
+def advance(state: dict[str, Any]) -> float:
+    loss = state["model"](torch.randn(16, 4)).square().mean()
+    state["optimizer"].zero_grad()
+    loss.backward()
+    state["optimizer"].step()
+    state["scheduler"].step()
+    state["step"] += 1
+    state["losses"].append(loss.item())
+    return loss.item()
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_training_goes_on_bit_by_bit_where_it_was(steps: int) -> None:
+    """The restored one may be fresh, as after a start, or have taken steps of its own."""
+    first = learner(1)
+    saved = through_memory(first)
+    second = learner(2, steps)
+    assert misfit(second, saved) == ""
+    put_into(second, saved)
+    assert (second["step"], second["losses"]) == (first["step"], first["losses"])
+    after = []
+    for state in (first, second):
+        torch.set_rng_state(saved["rng"])
+        after.append([advance(state) for _ in range(4)])
+    assert after[0] == after[1]
+    for a, b in zip(first["model"].state_dict().values(), second["model"].state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("into", "state", "sentence"),
+    [
+        ({"a": W}, {"a": torch.ones(3)}, "state.a is torch.float32 (2,) here and torch.float32 (3,) in the checkpoint"),
+        ({"a": W}, {"a": W.int()}, "state.a is torch.float32 (2,) here and torch.int32 (2,) in the checkpoint"),
+        ({"a": W}, {"a": 1}, "state.a is a tensor here and a int in the checkpoint"),
+        ({"a": W}, {"b": W}, "state has 'a' only here or only in the checkpoint"),
+        ({"a": W}, [1], "state has 'a' only here or only in the checkpoint"),
+        ({"a": {"b": W}}, {"a": {}}, "state.a has 'b' only here or only in the checkpoint"),
+        ([{"b": W}], [{"b": W[:1]}], "state[0].b is torch.float32 (2,) here and torch.float32 (1,) in the checkpoint"),
+        ([W], [], "state has another length in the checkpoint"),
+        (([W],), {"a": 1}, "state has another length in the checkpoint"),
+        (torch.nn.Linear(2, 2), {"weight": torch.ones(2, 2)}, "state has 'bias' only here or only in the checkpoint"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_sentence(into: Any, state: Any, sentence: str) -> None:
+    assert misfit(into, state) == sentence
+
+
+def test_an_optimizer_of_other_groups_does_not_fit() -> None:
+    one, two = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    here, saved = torch.optim.SGD(one.parameters(), 0.1), torch.optim.SGD(two.parameters(), 0.1).state_dict()
+    assert misfit({"o": here}, {"o": saved}) == "state.o has groups of [2] parameters here and of [4] in the checkpoint"
+    assert misfit({"o": here}, {"o": {}}) == "state.o is an optimizer here and none in the checkpoint"
+
+
+def test_plain_data_is_replaced_whatever_its_form() -> None:
+    w, losses, meters = torch.zeros(2), [1.0], {"old": 1}
+    into = {"w": w, "losses": losses, "meters": meters, "pair": (1, torch.zeros(1)), "later": None, "list": [torch.zeros(1), 5]}
+    state = {
+        "w": torch.ones(2), "losses": [1.0, 2.0, 3.0], "meters": {"new": [2]}, "pair": (7, torch.ones(1)),
+        "later": {"ema": torch.ones(3)}, "list": [torch.ones(1), 6],
+    }  # fmt: skip
+    assert misfit(into, state) == ""
+    put_into(into, state)
+    assert w.tolist() == [1, 1]
+    assert into["w"] is w
+    assert losses == [1.0, 2.0, 3.0]
+    assert meters == {"new": [2]}
+    assert into["losses"] is losses
+    assert into["pair"] == (7, torch.ones(1))
+    assert torch.equal(into["later"]["ema"], torch.ones(3))  # type: ignore[index]
+    assert into["list"][1] == 6  # type: ignore[index]
+
+
+def test_a_mapping_that_cannot_be_changed_is_told() -> None:
+    frozen = MappingProxyType({"w": torch.zeros(2)})
+    assert misfit({"a": frozen}, {"a": {"w": torch.ones(2)}}) == "state.a is a mappingproxy here, which cannot be filled"
+
+
+def test_a_restored_tensor_has_a_storage_of_its_own() -> None:
+    """`torch.set_rng_state` ignores where a tensor begins in its storage, and would take other bytes, or crash."""
+    back = through_memory({"w": torch.ones(100), "rng": torch.get_rng_state()})
+    assert back["rng"].storage_offset() == 0
+    assert back["rng"].untyped_storage().nbytes() == back["rng"].numel()
+    torch.set_rng_state(back["rng"])
