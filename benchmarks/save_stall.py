@@ -46,8 +46,12 @@ def main() -> int:
     # others' work on the same cores lengthens a save more than a memcpy, as a save has several threads and processes
     result: dict[str, Any] = {**provenance(), "load_average_before": round(os.getloadavg()[0], 1)}
     with tempfile.TemporaryDirectory(prefix="eagleeye-stall-") as folder, caches(Path(folder)) as run_dir:
-        for name, state in (("demo: Transformer and AdamW", demo_state()), ("large: 50 tensors of 4 MiB", large_state())):
-            result[name] = stalls(name, state, run_dir, options.pairs)
+        demo, train = demo_job()
+        for name, state, work in (
+            ("demo: Transformer and AdamW", demo, train),
+            ("large: 50 tensors of 4 MiB", large_state(), None),
+        ):
+            result[name] = stalls(name, state, run_dir, options.pairs, work)
             print(json.dumps(result[name], indent=1), file=sys.stderr)
         print(f"an idle cache over {IDLE_S:g} s", file=sys.stderr)
         result["idle_cache_percent_of_a_core"] = idle_percent(run_dir)
@@ -56,8 +60,8 @@ def main() -> int:
     return 0
 
 
-def demo_state() -> dict[str, Any]:
-    """Return the state that the job of `make demo` saves, after a few steps."""
+def demo_job() -> tuple[dict[str, Any], Callable[[], None]]:
+    """Return the state that the job of `make demo` saves, and one step of its training."""
     spec = importlib.util.spec_from_file_location("train", TRAIN)
     assert spec is not None
     assert spec.loader is not None
@@ -66,11 +70,15 @@ def demo_state() -> dict[str, Any]:
     torch.manual_seed(0)
     model = train.Transformer(128, 4, 4, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(3):
-        text = torch.randint(256, (4, 64))
+
+    def step() -> None:
+        text = torch.randint(256, (16, 64))
+        optimizer.zero_grad(set_to_none=False)
         model(text).square().mean().backward()
         optimizer.step()
-    return {"model": model, "optimizer": optimizer}
+
+    step()
+    return {"model": model, "optimizer": optimizer}, step
 
 
 def large_state() -> dict[str, Any]:
@@ -78,20 +86,28 @@ def large_state() -> dict[str, Any]:
     return {f"layer{i}": torch.randn(1024, 1024) for i in range(50)}
 
 
-def stalls(job: str, state: Any, run_dir: str, pairs: int) -> dict[str, Any]:
-    """Return the ratios of save to memcpy: with a save at once after the last, and when the last one is through on all levels."""
+def stalls(job: str, state: Any, run_dir: str, pairs: int, train: Callable[[], None] | None) -> dict[str, Any]:
+    """Return the ratios of save to memcpy: in a training loop, when the last save is through on all levels, and at once after it.
+
+    In a training loop a step is made before the memcpy and one before the save, as in the job: the processor's caches then hold
+    neither the tensors nor the buffer of the memcpy.
+    """
     tensors = flatten(state).tensors
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
     found: dict[str, Any] = {"bytes": nbytes, "tensors": len(tensors)}
     with Client(job.partition(":")[0], 0, 1, run_dir=run_dir) as client:
         step = 0
-        for name, rest in (("quiet", finish), ("back to back", lambda handle: None)):
+        nothing = lambda: None  # noqa: E731
+        modes = [("quiet", finish, nothing), ("back to back", lambda handle: None, nothing)]
+        for name, rest, work in [("in training", finish, train), *modes] if train else modes:
             copies_s: list[float] = []
             saves_s: list[float] = []
             for pair in range(WARM_UP + pairs):
+                work()
                 copy_s, _ = timed(partial(target.copy_, source))
                 step += 1
+                work()
                 save_s, handle = timed(partial(client.save, step, state))
                 handle.wait("cached", PATIENCE_S)
                 rest(handle)

@@ -31,7 +31,7 @@ from checkpoint.agreement import Agreement, agreement
 from checkpoint.errors import CacheGone, CannotRun, CheckpointError, PeerError, Superseded, UsageError
 from checkpoint.manifest import Generation, Manifest, check_job, decode, generation, verify
 from checkpoint.protocol import MAX_FRAME_BYTES, MAX_STATE_BYTES, VERSION, Message, receive, send
-from checkpoint.state import Place, flatten, misfit, places, put_into, unflatten, views
+from checkpoint.state import Place, Walker, misfit, places, put_into, unflatten, views
 
 LEVELS = ("cached", "replicated", "persistent")
 CONNECT_S = 10.0
@@ -143,6 +143,7 @@ class Client:
         self._gone = f"the cache in {self._run_dir} is gone"
         self._connect_lock = threading.Lock()
         self._look_lock = threading.Lock()
+        self._walker = Walker()
         self._layout: _Layout | None = None
         self._layouts = 0
         self._last: Handle | None = None
@@ -234,7 +235,7 @@ class Client:
             return self._last
         if self._last is not None and wanted < self._last.generation and generation(self._last.generation).token == token:
             raise UsageError(f"step {step} cannot be saved after step {self._last.step}; load an older state before")
-        flat = flatten(state)
+        flat = self._walker.flatten(state)
         handle = Handle(step, wanted)
         connection = self._connection_or_none(0.0)
         if connection is None:
@@ -274,8 +275,13 @@ class Client:
 
     def _choose(self, connection: "_Connection", excluded: list[str], notes: list[str]) -> Message:
         """Return rank 0's choice for all: a generation, or that there is none yet, or why nobody may go on."""
+        until_s = time.monotonic() + CONNECT_S
         try:
             answer = connection.ask({"op": "choose", "exclude": excluded}, "chosen")
+            while answer["generation"] is None and answer["unreached"] and time.monotonic() < until_s:
+                # the caches of a job that starts come up one after the other
+                time.sleep(0.2)
+                answer = connection.ask({"op": "choose", "exclude": excluded}, "chosen")
         except CheckpointError as error:
             return {"error": str(error)}
         notes += [note for note in answer["passed_over"] if note not in notes]
@@ -378,6 +384,8 @@ class _Layout:
 
     def fits(self, tensors: list[Tensor], skeleton: Any) -> bool:
         """Whether this is the layout of a state."""
+        if self.skeleton is skeleton:
+            return True
         return self.skeleton == skeleton and self._forms == [(t.dtype, t.shape) for t in tensors]
 
 

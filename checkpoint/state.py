@@ -14,6 +14,7 @@ ALIGN_BYTES = 64
 _ODD_DTYPES = re.compile(r"torch\.(u?int[1-7]|q.*)")
 _DTYPES = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype) and not _ODD_DTYPES.fullmatch(str(d)))
 _PLAIN = (bool, int, float, str, type(None))
+_PLAIN_TYPES = frozenset(_PLAIN)
 _INT_BITS = 10_000  # Python reads and writes whole numbers of up to 4300 digits
 
 
@@ -76,11 +77,85 @@ def _flatten(value: Any, flat: Flat, seen: dict[tuple[Any, ...], int], where: st
         kind = "l" if isinstance(value, list) else "u"
         return [kind, [_flatten(item, flat, seen, f"{where}[{i}]") for i, item in enumerate(value)]]
     if isinstance(value, Stateful):
-        return _flatten(value.state_dict(), flat, seen, where)
+        return _flatten(_told(value), flat, seen, where)
     raise UsageError(
         f"{where} is a {_kind(value)}, which cannot be saved: a state is made of tensors, plain values, dicts, lists, "
         "and objects with state_dict and load_state_dict"
     )
+
+
+class Walker:
+    """`flatten` for the same state again and again: what was found the last time is only looked over, not taken apart again.
+
+    Training changes the numbers in its tensors, hardly ever the tensors. Where an object, key, shape, type or place in memory is
+    another than the last time, the state is taken apart anew.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Any] = []
+        self._forms: list[tuple[Any, ...]] = []
+        self._tensors: list[Tensor] = []
+        self._plain_at: list[int] = []
+        self._flat: Flat | None = None
+
+    def flatten(self, state: Any) -> Flat:
+        """Return what `flatten` returns, and the very same skeleton as long as the state keeps its form."""
+        parts: list[Any] = []
+        _collect(state, parts)
+        if self._flat is not None and self._known(parts):
+            values = [parts[i] for i in self._plain_at]
+            if not any(isinstance(v, int) and v.bit_length() > _INT_BITS for v in values):
+                return self._flat._replace(values=values)
+        flat = flatten(state)
+        self._parts, self._flat = parts, flat
+        self._tensors = [part for part in parts if isinstance(part, Tensor)]
+        self._forms = [_form(tensor) for tensor in self._tensors]
+        self._plain_at = [i for i, part in enumerate(parts) if isinstance(part, _PLAIN)]
+        return flat
+
+    def _known(self, parts: list[Any]) -> bool:
+        """Whether the parts are those of the last time: the same tensors, equal keys, plain values of the same types."""
+        if len(parts) != len(self._parts):
+            return False
+        for new, old in zip(parts, self._parts, strict=True):
+            kind = type(new)
+            if new is not old and (kind is not type(old) or (kind is tuple and new != old) or kind not in _COMPARED):
+                return False
+        return self._forms == [_form(tensor) for tensor in self._tensors]
+
+
+_COMPARED = frozenset({tuple, *_PLAIN})
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _collect(value: Any, parts: list[Any]) -> None:
+    """Append the tensors and plain values of a state to `parts`, and the keys, lengths and kinds between them as tuples."""
+    kind = type(value)
+    if kind is Tensor or kind is torch.nn.Parameter or kind in _PLAIN_TYPES:
+        parts.append(value)
+    elif isinstance(value, Mapping):
+        parts.append((kind, *value))
+        for item in value.values():
+            _collect(item, parts)
+    elif kind is list or kind is tuple:
+        parts.append((kind, len(value)))
+        for item in value:
+            _collect(item, parts)
+    elif not isinstance(value, Tensor) and isinstance(value, Stateful):
+        _collect(_told(value), parts)
+    else:
+        # whatever it is, `flatten` says whether it can be saved; a new object, each time, takes the long way
+        parts.append(value)
+
+
+def _told(value: Stateful) -> Any:
+    """Return the state that an object tells; of a module its own tensors, so that they are known again, not new views of them."""
+    if isinstance(value, torch.nn.Module) and type(value).state_dict is torch.nn.Module.state_dict:
+        return value.state_dict(keep_vars=True)
+    return value.state_dict()
 
 
 def unflatten(skeleton: Any, tensors: Sequence[Tensor], values: Sequence[Any]) -> Any:

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,7 @@ from eagleeye.errors import DataError, EagleEyeError, EnvironmentLacks, UsageErr
 from eagleeye.records import from_json, to_json
 from remediation.launcher import checks, rounds
 from remediation.launcher.election import Changes, Election
+from remediation.launcher.folder import FolderWatch, NotFit
 from remediation.launcher.rounds import LAST_WORDS, Agent, Duty, Job, Limits, Phase, Request, Seen, State
 from remediation.launcher.store import Document, FolderStore, Store, quoted
 from remediation.launcher.worker import Background, Worker
@@ -35,7 +37,8 @@ D = TypeVar("D")
 Hook = Callable[[int, Mapping[str, int]], None]
 """Called by every member with the round and the node ranks, before its ranks start.
 
-May take long, but must end by itself; may raise EagleEyeError, which counts as a failure of the ranks.
+May take long, but must end by itself; may raise EagleEyeError, which counts as a failure of the ranks, or NotFit, on which the
+launcher leaves the job.
 """
 
 
@@ -44,7 +47,7 @@ class Settings:
     """Section ``[remediation.launcher]``: how `eagleeye launch` starts the ranks of a job and replaces what fails."""
 
     job: str = ""
-    """Name of the job; a new run needs a new one."""
+    """Name of the job. A run that goes on from an earlier one's checkpoints has the same name."""
     rendezvous: str = ""
     """Folder that all nodes share, for what the launchers tell each other."""
     node: str = field(default_factory=this_node)
@@ -77,12 +80,20 @@ class Settings:
     """How long a launcher may be silent before its node counts as lost."""
     period_s: float = 0.25
     """Time between two looks at the ranks and at what the others tell."""
+    watch: str = ""
+    """Folder of this node that the script fills: kept in the checkpoint cache and put right before each round. Empty: none."""
+    watch_step: str = r"(\d+)(?!.*\d)"
+    """Regular expression with one group, the step, for the name of a file in `watch`, or of the folder in it that it lies in."""
+    watch_quiet_s: float = 5.0
+    """How far apart the files of one step may come, on a node and on different nodes."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1 or not 0 <= self.min_nodes <= self.nodes:
             raise ValueError("nodes and ranks_per_node must be at least 1, and min_nodes no more than nodes")
         if self.max_restarts < 0:
             raise ValueError("max_restarts must be at least 0")
+        if self.watch and self.min_nodes not in (0, self.nodes):
+            raise ValueError("what `watch` keeps is of all nodes, so that min_nodes must be 0")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.node):
             raise ValueError(f"node {self.node!r} is no name: letters, digits, dots, dashes and underscores")
         # A leader that slept for less than its lease must not find the others silent, who slept with it.
@@ -109,13 +120,23 @@ def launch(settings: Settings, command: Sequence[str], before_round: Sequence[Ho
         raise UsageError(f"there is no command {command[0]!r} on this node" if command else "give the command of a rank after --")
     if not Path(settings.rendezvous).is_dir():
         raise UsageError(f"there is no folder {settings.rendezvous}; make it, on a file system that all nodes share")
-    store = FolderStore(Path(settings.rendezvous) / quoted(settings.job))
-    return _Launcher(settings, command, before_round, store).run()
+    shared = Path(settings.rendezvous) / quoted(settings.job)
+    watch = None
+    if settings.watch:
+        pattern, quiet_s = settings.watch_step, settings.watch_quiet_s
+        say = partial(_say, settings.node)
+        # a store of its own, as it works in other threads
+        watch = FolderWatch(Path(settings.watch), pattern, quiet_s, settings.job, settings.node, FolderStore(shared), say)
+        before_round = (*before_round, watch.before_round)
+    return _Launcher(settings, command, before_round, FolderStore(shared), watch).run()
 
 
 class _Launcher:
-    def __init__(self, settings: Settings, command: Sequence[str], before_round: Sequence[Hook], store: Store) -> None:
+    def __init__(
+        self, settings: Settings, command: Sequence[str], before_round: Sequence[Hook], store: Store, watch: FolderWatch | None
+    ) -> None:
         self._settings, self._command, self._hooks, self._store = settings, command, before_round, store
+        self._watch = watch
         self._clock = SystemClock()
         self._key = f"agents/{settings.node}"
         address = settings.address or _own_address(settings.nodes)
@@ -156,6 +177,8 @@ class _Launcher:
             return code
         finally:
             self._end_ranks()
+            if self._watch is not None:
+                self._watch.end()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -179,7 +202,10 @@ class _Launcher:
                     f"{job.ranks_per_node} ranks per node; say the same, or give a new job a new name"
                 )
             if job.phase in (Phase.DONE, Phase.FAILED):
-                self._say(f"job {name} in {settings.rendezvous} has ended already; a new run needs a new --job")
+                folder = Path(settings.rendezvous) / quoted(name)
+                self._say(
+                    f"job {name} has ended; to run it again from its checkpoints, remove the folder {folder} and keep the name"
+                )
         earlier = self._read(Agent, self._key)
         if earlier is not None:
             before = self._version = self._parsed[self._key][0]
@@ -410,6 +436,11 @@ class _Launcher:
             if self._port is not None:
                 self._port.close()
             self._worker = Worker(job, self._settings.node, self._command, self._settings.grace_s, self._settings.max_restarts)
+            if self._watch is not None:
+                self._watch.begin(self._worker)
+        except NotFit as error:
+            self._worker = None
+            self._leave(error.exit_code, State.BROKEN, f"this node is not fit: {error}")
         except (EagleEyeError, OSError) as error:
             self._say(f"the ranks cannot be started: {error}")
             self._worker, self._me = None, replace(self._me, state=State.FAILED, why=str(error))
@@ -417,12 +448,16 @@ class _Launcher:
         self._me = replace(self._me, free_port=_port_number(self._port))
 
     def _say(self, text: str) -> None:
-        print(f"eagleeye launch [{self._settings.node}]: {text}", file=sys.stderr, flush=True)
+        _say(self._settings.node, text)
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             self._say(text)
+
+
+def _say(node: str, text: str) -> None:
+    print(f"eagleeye launch [{node}]: {text}", file=sys.stderr, flush=True)
 
 
 def _last_words(job: Job, node: str) -> tuple[int, State, str]:

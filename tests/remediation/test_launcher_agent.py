@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 
 from eagleeye.errors import UsageError
-from remediation.launcher.agent import Settings, launch
-from remediation.launcher.rounds import Phase, State
+from eagleeye.records import to_json
+from remediation.launcher.agent import Settings, _Launcher, launch
+from remediation.launcher.rounds import Agent, Phase, Request, State
+from remediation.launcher.store import FolderStore
 
-UNTIL_TOLD = "while not (folder / 'finish').exists(): time.sleep(0.02)"
+UNTIL_TOLD = """
+import socket
+if os.environ["RANK"] == "0":
+    served = socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), reuse_port=False)
+while not (folder / 'finish').exists(): time.sleep(0.02)
+"""
 FAILS_AT_5 = """
 from eagleeye.collect import progress
 progress.step(5)
@@ -31,6 +38,13 @@ time.sleep(600)
 """
 
 
+def child(fleet: Any, rank: int) -> int:
+    """Return the process number of the child of a rank of the first round."""
+    path = fleet.folder / f"child-of-round1-rank{rank}"
+    fleet.wait_for(lambda: path.exists() and path.read_text().endswith(" "))
+    return int(path.read_text())
+
+
 def test_from_the_first_round_to_the_end(fleet: Any) -> None:
     fleet.start_all(UNTIL_TOLD, cache="10.0.0.1:9480")
     environs = [fleet.environ(1, rank) for rank in range(3)]
@@ -44,7 +58,7 @@ def test_from_the_first_round_to_the_end(fleet: Any) -> None:
     assert fleet.log("node3").count("job j is done") == 1
     late = fleet.start("node1")
     assert late.wait(10) == 0
-    assert "has ended already; a new run needs a new --job" in fleet.log("node1")
+    assert "to run it again from its checkpoints, remove the folder" in fleet.log("node1")
 
 
 def test_a_killed_rank_restarts_all_in_place_when_nobody_watches(fleet: Any) -> None:
@@ -97,9 +111,7 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_spare_takes_over(fleet:
         fleet.start("node4", WITH_CHILD, spare=True)
         fleet.wait_for(lambda: "node4" in fleet.job().spares)
     rank = fleet.job().members[victim]
-    child = fleet.folder / f"child-of-round1-rank{rank}"
-    fleet.wait_for(child.exists)
-    pids = [fleet.pid(1, rank), int(child.read_text())]
+    pids = [fleet.pid(1, rank), child(fleet, rank)]
     fleet.launchers[victim].kill()
     fleet.wait_for(lambda: not any(fleet.alive(pid) for pid in pids), seconds=1.0)
     job = fleet.wait_for_round(2)
@@ -132,14 +144,66 @@ def test_a_leader_that_was_stopped_and_goes_on_changes_nothing(fleet: Any) -> No
         fleet.wait_for(lambda: not fleet.alive(fleet.pid(1, rank)))
 
 
+def leads_alone(folder: Path, **more: Any) -> tuple[_Launcher, FolderStore]:
+    """A launcher that holds the lease and takes no turns by itself."""
+    store = FolderStore(folder / "j")
+    settings = Settings(job="j", rendezvous=str(folder), node="n1", nodes=2, address="127.0.0.1", **more)
+    made = _Launcher(settings, ["true"], [], store, None)
+    made._register()
+    made._lead()
+    assert made._term == 1
+    return made, store
+
+
+def test_a_leader_that_slept_after_it_made_sure_of_its_lease_changes_nothing(tmp_path: Path) -> None:
+    leader, store = leads_alone(tmp_path)
+    version, job = store.get("job") or (0, {})
+    assert (version, job["term"]) == (1, 1)
+    store.put("job", {**job, "term": 2}, version)
+    store.put("requests/op", to_json(Request("cordon", "n1", "", 0)), 0)
+    leader._lead()
+    assert leader._term == 1, "its lease holds, as far as it knows"
+    assert (store.get("job") or (0, {}))[0] == 2
+    assert store.find("answers") == {}
+    leader._port.close()
+
+
+def test_what_a_leader_saw_before_a_pause_makes_nobody_lost(tmp_path: Path) -> None:
+    leader, store = leads_alone(tmp_path, lease_s=0.2, agent_lost_s=0.4, period_s=0.05)
+    store.put("agents/n2", to_json(Agent("id", 1, "127.0.0.1", state=State.READY)), 0)
+    leader._lead()
+    time.sleep(0.5)
+    while (store.get("job") or (0, {}))[1]["term"] == 1:
+        leader._lead()
+    assert (store.get("job") or (0, {}))[1]["lost"] == []
+    leader._port.close()
+
+
+def test_a_folder_that_all_nodes_share_speaks_against_none_of_them(tmp_path: Path) -> None:
+    leader, _ = leads_alone(tmp_path)
+    names = []
+    for again in (False, True):
+        leader._check(again)
+        assert leader._checking.wait(30.0)
+        names.append([finding.check for finding in leader._checking.result()])
+    assert names[0] == ["shared folder", *names[1]]
+    leader._port.close()
+
+
+def test_a_leader_that_leaves_lets_another_one_lead_at_once(fleet: Any) -> None:
+    fleet.start_all(lease_s=60.0, agent_lost_s=90.0)
+    fleet.wait_for(lambda: fleet.leader() and fleet.job().term)
+    leader, term = fleet.leader(), fleet.job().term
+    fleet.launchers[leader].terminate()
+    fleet.wait_for(lambda: fleet.job().term > term, seconds=5.0)
+
+
 def test_sigterm_stops_the_ranks_in_order_and_says_good_bye(fleet: Any) -> None:
     fleet.start_all(WITH_CHILD)
-    fleet.wait_for((fleet.folder / "child-of-round1-rank1").exists)
-    rank, child = fleet.pid(1, 1), int((fleet.folder / "child-of-round1-rank1").read_text())
+    pids = [fleet.pid(1, 1), child(fleet, 1)]
     fleet.launchers["node1"].terminate()
     assert fleet.codes("node1") == [143]
-    assert not fleet.alive(rank)
-    assert not fleet.alive(child)
+    assert not any(fleet.alive(pid) for pid in pids)
     assert fleet.agent("node1").state is State.LEFT
     job = fleet.wait_for_round(2)
     assert (job.members, job.reason) == ({"node0": 0, "node3": 1, "node2": 2}, "node1 left the job: stopped by SIGTERM")
