@@ -174,7 +174,8 @@ def test_the_budget(nodes: tuple[str, ...], spares: tuple[str, ...], min_nodes: 
         (None, 100.0, 110.0, None, False),
         ("vanished", 100.0, 100.0, 99.5, True),  # right after the start
         ("vanished", 100.0, 100.0, 100.0, False),
-        ("vanished", 100.0, 900.0, 101.0, False),
+        ("vanished", 100.0, 120.9, 101.0, False),  # it was found before this round, which may have cured it
+        ("vanished", 100.0, 121.0, 101.0, True),  # and goes on in it
         ("vanished", 100.0, 900.0, None, False),
     ],
 )

@@ -157,7 +157,6 @@ class Settings:
 
 class East:
     name = "east"
-    Settings = Settings
 
     def __init__(self, settings):
         self._effects = Path(settings.rendezvous) / "effects"
@@ -168,6 +167,9 @@ class East:
         out = "evict n2" in self._known()
         nodes = ("n0", "n1", "n3", "n4") if out else ("n0", "n1", "n2", "n3")
         return JobView(job, nodes, () if out else ("n4",), ("n2",) if out else (), 4, 1.0)
+
+    def watch(self, job):
+        pass
 
     def _known(self):
         return self._effects.read_text().splitlines() if self._effects.exists() else []

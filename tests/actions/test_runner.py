@@ -38,6 +38,7 @@ class Cluster:
     fails: dict[ActionKind, list[BackendError]] = field(default_factory=dict)
     blind: list[BackendError] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    watched: list[str] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
     reasons: set[tuple[str, str]] = field(default_factory=set)
     name: str = "cluster"
@@ -46,6 +47,11 @@ class Cluster:
         if self.blind:
             raise self.blind.pop(0)
         return self.view
+
+    def watch(self, job: str) -> None:
+        if job == "strange":
+            raise PermanentError("there is no such job")
+        self.watched.append(job)
 
     def perform(self, operation_id: str, action: Action, job: str, reason: str) -> tuple[Result, str]:
         self.asked.append(operation_id)
@@ -549,3 +555,10 @@ def test_a_step_that_kills_its_runner_is_given_up_in_the_end(bench: Callable[...
     )
     assert one.cluster.asked.count(IDS[1]) == 5
     assert one.turn(INCIDENT) == []
+
+
+def test_jobs_are_told_that_somebody_acts_and_strangers_are_no_concern(bench: Callable[..., Bench]) -> None:
+    one = bench()
+    one.runner.watch(["llm", "strange", "other"])
+    assert one.cluster.watched == ["llm", "other"]
+    assert one.lines == []

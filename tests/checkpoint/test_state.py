@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.errors import Corrupt, UsageError
-from checkpoint.state import ALIGN_BYTES, Place, flatten, misfit, places, put_into, unflatten, views
+from checkpoint.state import ALIGN_BYTES, Place, Walker, flatten, misfit, places, put_into, unflatten, views
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 W = torch.ones(2)
@@ -271,3 +271,116 @@ def test_a_restored_tensor_has_a_storage_of_its_own() -> None:
     assert back["rng"].storage_offset() == 0
     assert back["rng"].untyped_storage().nbytes() == back["rng"].numel()
     torch.set_rng_state(back["rng"])
+
+
+def trained() -> tuple[dict[str, Any], torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "epoch": 1, "seen": [1, 2.5, None, "a"]}, model, optimizer
+
+
+def same_flat(walker: Walker, state: Any) -> bool:
+    """Whether the walker finds what a fresh look finds; return whether it knew the form again."""
+    before = walker._flat
+    found, fresh = walker.flatten(state), flatten(state)
+    assert (found.skeleton, found.values) == (fresh.skeleton, fresh.values)
+    assert [t.data_ptr() for t in found.tensors] == [t.data_ptr() for t in fresh.tensors]
+    assert [bits(t) for t in found.tensors] == [bits(t) for t in fresh.tensors]
+    return before is not None and found.skeleton is before.skeleton
+
+
+def test_a_walker_knows_a_state_again_and_takes_its_new_numbers() -> None:
+    state, model, optimizer = trained()
+    walker = Walker()
+    assert not same_flat(walker, state)
+    for epoch in range(2, 5):
+        model(torch.randn(8, 4)).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1 / epoch
+        state["epoch"], state["seen"] = epoch, [epoch, 0.5, None, "b"]
+        assert same_flat(walker, state)
+        assert epoch in walker.flatten(state).values
+
+
+def replace_data(state: dict[str, Any]) -> None:
+    state["model"][0].weight.data = torch.randn(4, 4)
+
+
+def replace_parameter(state: dict[str, Any]) -> None:
+    state["model"][0].weight = torch.nn.Parameter(torch.randn(4, 4))
+
+
+def resize(state: dict[str, Any]) -> None:
+    state["model"][0].weight.data = torch.randn(2, 4)
+
+
+def retype(state: dict[str, Any]) -> None:
+    state["model"].half()
+
+
+def tie(state: dict[str, Any]) -> None:
+    state["model"][0].bias = state["model"][1].bias
+
+
+def new_module(state: dict[str, Any]) -> None:
+    state["model"].append(torch.nn.Linear(4, 1))
+
+
+def new_moment(state: dict[str, Any]) -> None:
+    first = next(iter(state["optimizer"].state.values()))
+    first["exp_avg"] = first["exp_avg"].clone() + 1
+
+
+def rename(state: dict[str, Any]) -> None:
+    state["Epoch"] = state.pop("epoch")
+
+
+def other_type(state: dict[str, Any]) -> None:
+    state["epoch"] = 1.0
+
+
+def longer(state: dict[str, Any]) -> None:
+    state["seen"] = [1, 2.5, None, "a", 3]
+
+
+def tuple_for_list(state: dict[str, Any]) -> None:
+    state["seen"] = tuple(state["seen"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_data, replace_parameter, resize, retype, tie, new_module, new_moment, rename, other_type, longer, tuple_for_list],
+)
+def test_a_walker_sees_every_change_of_form(change: Any) -> None:
+    state, _, _ = trained()
+    walker = Walker()
+    same_flat(walker, state)
+    assert same_flat(walker, state)
+    change(state)
+    assert not same_flat(walker, state)
+    assert same_flat(walker, state)
+
+
+def test_a_walker_unties_what_was_tied() -> None:
+    state = {"model": torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))}
+    state["model"][1].weight = state["model"][0].weight
+    walker = Walker()
+    same_flat(walker, state)
+    assert len(walker.flatten(state).tensors) == 3
+    state["model"][1].weight = torch.nn.Parameter(torch.randn(4, 4))
+    same_flat(walker, state)
+    assert len(walker.flatten(state).tensors) == 4
+
+
+def test_a_walker_refuses_what_becomes_unsavable() -> None:
+    state, _, _ = trained()
+    walker = Walker()
+    walker.flatten(state)
+    state["epoch"] = 1 << 20_000
+    with pytest.raises(UsageError, match=r"^state\.epoch is a whole number of 20001 bits"):
+        walker.flatten(state)
+    state["epoch"] = {1}
+    with pytest.raises(UsageError, match=r"^state\.epoch is a set"):
+        walker.flatten(state)

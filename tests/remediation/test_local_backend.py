@@ -92,11 +92,33 @@ def test_what_the_leader_refuses(fleet: Any, node: str, sentence: str) -> None:
 
 def test_a_failed_rank_whose_node_is_evicted_in_time(fleet: Any) -> None:
     fleet.start_all(verdict_wait_s=30.0)
-    hands(fleet).observe("j")
+    hands(fleet).watch("j")
     os.kill(fleet.pid(1, 2), signal.SIGKILL)
     fleet.wait_for(lambda: fleet.agent("node2").state.value == "failed")
     evict(fleet, "node2")
     assert fleet.wait_for_round(2).members == {"node0": 0, "node1": 1, "node3": 2}
+
+
+def test_looking_changes_nothing_and_watching_is_told_to_the_leader(fleet: Any) -> None:
+    fleet.start_all()
+    hands(fleet).observe("j")
+    assert fleet.store.get("watcher") is None
+    hands(fleet).watch("j")
+    hands(fleet).watch("j")
+    assert fleet.store.get("watcher") == (2, {"beat": 2})
+    with pytest.raises(PermanentError, match="there is no job k"):
+        hands(fleet).watch("k")
+
+
+def test_a_job_whose_rank_just_failed_still_counts_as_running(fleet: Any) -> None:
+    fleet.start_all(verdict_wait_s=30.0)
+    backend = hands(fleet)
+    backend.watch("j")
+    fleet.wait_for(lambda: backend.observe("j").running_since_s is not None)
+    before = backend.observe("j")
+    os.kill(fleet.pid(1, 2), signal.SIGKILL)
+    fleet.wait_for(lambda: fleet.agent("node2").state.value == "failed")
+    assert backend.observe("j").running_since_s == before.running_since_s
 
 
 @pytest.mark.slow

@@ -171,8 +171,8 @@ def test_all_nodes_write_and_a_spare_goes_on_from_what_the_lost_node_wrote(fleet
     sentence = r"watch: step 100 is in \S+ as it was saved \(1 file, 50\.0 kB\); 1 file of step 150 set aside in "
     sentence += r"\.not-restored/2-[0-9a-f]{8}, because not every node has that step\n"
     assert re.search(sentence, fleet.log(f"node{other}"))
-    aside = list((caches.folder(f"node{other}") / ".not-restored").rglob("*.pt"))
-    assert [path.name for path in aside] == [f"rank{other}.pt"]
+    aside = list((caches.folder(f"node{other}") / ".not-restored").rglob("*.pt~"))
+    assert [path.name for path in aside] == [f"rank{other}.pt~"]
     caches.tell(150, 2)
     for node in nodes:
         fleet.wait_for(lambda node=node: caches.steps(node) == [150])
@@ -286,7 +286,7 @@ def test_a_file_that_comes_late_spoils_its_step(fleet: Any, caches: Caches) -> N
     assert [caches.resumed(2, rank) for rank in range(3)] == [50, 50, 50]
     assert fleet.log("node2").count("was changed after it was saved") == 1
     assert tree(caches.folder("node2"))["checkpoint_000050/rank2.pt"].startswith(b"step 50 rank 2 round 1 ")
-    aside = [p.read_bytes() for p in (caches.folder("node2") / ".not-restored").rglob("checkpoint_000050/*")]
+    aside = [p.read_bytes() for p in (caches.folder("node2") / ".not-restored").rglob("checkpoint_000050~/*")]
     assert aside == [b"changed"]
     assert "1 file set aside in .not-restored/2-" in fleet.log("node2")
     assert "1 file of step 100 set aside in .not-restored/2-" in fleet.log("node2")
@@ -313,20 +313,18 @@ def test_a_spare_without_room_leaves_and_nothing_is_half_written(fleet: Any, cac
     caches.wait_until_saved(50)
     limits = resource.prlimit(fleet.launchers["node3"].pid, resource.RLIMIT_FSIZE)
     resource.prlimit(fleet.launchers["node3"].pid, resource.RLIMIT_FSIZE, (20_000, limits[1]))  # as a full disk
-    caches.lose("node2")
+    caches.lose("node1")  # whose copy is on node2: a cache whose launcher left the job is not asked
     assert fleet.codes("node3", seconds=30.0) == [3]
-    assert re.search(
-        r"this node is not fit: cannot write \S+/checkpoint_000050/rank2\.pt: File too large; make \S+ writable, with room for it\n",
-        fleet.log("node3"),
-    )
+    sentence = r"this node is not fit: cannot write \S+/checkpoint_000050/rank1\.pt: File too large; "
+    assert re.search(sentence + r"make \S+ writable, with room for it\n", fleet.log("node3"))
     assert "Traceback" not in fleet.log("node3")
     assert [path.name for path in caches.folder("node3").rglob("*")] == [".watched-by-node3"]
     fleet.wait_for(lambda: fleet.job().phase is Phase.FORMING)
     caches.start("node4")
     caches.launch("node4", SAVES_WHEN_TOLD, spare=True)
-    fleet.wait_for(lambda: fleet.job().members.get("node4") == 2, 30.0)
+    fleet.wait_for(lambda: fleet.job().members.get("node4") == 1, 30.0)
     fleet.wait_for_round(fleet.job().round)
-    assert caches.resumed(fleet.job().round, 2) == 50
+    assert caches.resumed(fleet.job().round, 1) == 50
 
 
 @pytest.mark.slow
@@ -336,12 +334,37 @@ def test_what_lies_in_the_folder_before_is_left_alone(fleet: Any, caches: Caches
         (caches.folder(f"node{n}") / "step-700.pt").write_bytes(b"step 700 of another run")
     caches.start_all(spares=0)
     assert [caches.resumed(1, rank) for rank in range(3)] == [700, 700, 700]
-    sentence = "watch: no step was ever saved by every node; 1 file in "
-    assert all(sentence in fleet.log(f"node{n}") for n in range(3))
+    sentence = r"watch: no step was ever saved by every node; \S+ is left as it is \(1 file\)\n"
+    assert all(re.search(sentence, fleet.log(f"node{n}")) for n in range(3))
     os.kill(fleet.pid(1, 0), signal.SIGKILL)
     fleet.wait_for_round(2)
     assert [caches.resumed(2, rank) for rank in range(3)] == [700, 700, 700]
     assert [caches.steps(f"node{n}") for n in range(3)] == [[], [], []]
+
+
+HANGS = """
+step = resumed
+while True:
+    step += 50
+    wait_for(f"save-{step}-{round_}")
+    if rank != 1:
+        save(step)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_before_its_first_file_is_none_that_writes_none(fleet: Any, caches: Caches) -> None:
+    caches.start_all(HANGS, spares=0)
+    caches.tell(50)
+    fleet.wait_for(lambda: all(50 in caches.steps(f"node{n}") for n in (0, 2)))
+    time.sleep(3.0)  # longer than watch_quiet_s
+    assert caches.steps("node1") == []
+    os.kill(fleet.pid(1, 1), signal.SIGKILL)
+    fleet.wait_for_round(2)
+    assert [caches.resumed(2, rank) for rank in range(3)] == [0, 0, 0]
+    assert [tree(caches.folder(f"node{n}")) for n in range(3)] == [{}, {}, {}]
+    sentence = r"watch: no step was ever saved by every node; 1 file of step 50 set aside in \.not-restored/2-"
+    assert all(re.search(sentence, fleet.log(f"node{n}")) for n in (0, 2))
 
 
 def test_no_cache_no_rank(fleet: Any, caches: Caches) -> None:
