@@ -11,8 +11,6 @@
 import mmap
 import os
 import secrets
-import socket
-import struct
 import sys
 import threading
 import time
@@ -28,18 +26,14 @@ from torch import Tensor
 
 from checkpoint import place
 from checkpoint.agreement import Agreement, agreement
-from checkpoint.errors import CacheGone, CannotRun, CheckpointError, PeerError, Superseded, UsageError
+from checkpoint.connection import CONNECT_S, Connection, mapped
+from checkpoint.errors import CacheGone, CheckpointError, Superseded, UsageError
 from checkpoint.manifest import Generation, Manifest, check_job, decode, generation, verify
-from checkpoint.protocol import MAX_FRAME_BYTES, MAX_STATE_BYTES, VERSION, Message, receive, send
+from checkpoint.protocol import MAX_STATE_BYTES, Message
 from checkpoint.state import Place, Walker, misfit, places, put_into, unflatten, views
 
 LEVELS = ("cached", "replicated", "persistent")
-CONNECT_S = 10.0
-ANSWER_S = 1800.0
-"""A cache that reads a large shard from slow storage may take so long to answer; one that dies is noticed at once."""
-SEND_S = 60.0
 AGAIN_S = 1.0
-FULL_AGAIN_S = 0.05
 _FINE, _BAD_COPY, _FATAL = 0, 1, 2
 
 
@@ -147,7 +141,7 @@ class Client:
         self._layout: _Layout | None = None
         self._layouts = 0
         self._last: Handle | None = None
-        self._connection: _Connection | None = None
+        self._connection: _Session | None = None
         self._connecting: threading.Thread | None = None
         self._closed = False
 
@@ -273,7 +267,7 @@ class Client:
             self._agreement = agreement(self.world_size)
         return self._agreement
 
-    def _choose(self, connection: "_Connection", excluded: list[str], notes: list[str]) -> Message:
+    def _choose(self, connection: "_Session", excluded: list[str], notes: list[str]) -> Message:
         """Return rank 0's choice for all: a generation, or that there is none yet, or why nobody may go on."""
         until_s = time.monotonic() + CONNECT_S
         try:
@@ -309,7 +303,7 @@ class Client:
         """
         self._start = tuple(together.tell([max(newest_attempt + 1, int(time.time())), secrets.token_hex(4)]))
 
-    def _fetch(self, connection: "_Connection", chosen: str, into: Any) -> tuple[int, str, tuple[Any, Message] | None]:
+    def _fetch(self, connection: "_Session", chosen: str, into: Any) -> tuple[int, str, tuple[Any, Message] | None]:
         """Return (how it went, what is wrong, the state and where it came from)."""
         try:
             manifest, buffer, answer = connection.fetch(chosen)
@@ -324,13 +318,13 @@ class Client:
             return _FATAL, f"the checkpoint of step {generation(chosen).step} does not fit: {why}", None
         return _FINE, "", (state, answer)
 
-    def _connected(self, patience_s: float) -> "_Connection":
+    def _connected(self, patience_s: float) -> "_Session":
         """Return a living connection, trying for `patience_s`. Raises CheckpointError."""
         until_s = time.monotonic() + patience_s
         with self._connect_lock:
             while self._connection is None or self._connection.lost:
                 try:
-                    self._connection = _Connection(self)
+                    self._connection = _Session(self)
                 except CacheGone as error:
                     self._gone = str(error)
                     if time.monotonic() >= until_s:
@@ -343,7 +337,7 @@ class Client:
                     raise
             return self._connection
 
-    def _connection_or_none(self, patience_s: float) -> "_Connection | None":
+    def _connection_or_none(self, patience_s: float) -> "_Session | None":
         """Return a living connection, or None and look for the cache in the background."""
         if self._connection is not None and not self._connection.lost:
             return self._connection
@@ -389,52 +383,30 @@ class _Layout:
         return self.skeleton == skeleton and self._forms == [(t.dtype, t.shape) for t in tensors]
 
 
-class _Connection:
-    """The socket to the cache, a thread that reads it, and the memory that came over it."""
+class _Session:
+    """One connection, the saves that are under way on it, and what its slabs look like as tensors."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self.lost = ""
-        self._changed = threading.Condition()
-        self._requests: dict[int, Future[tuple[Message, list[int]]]] = {}
-        self._asked = 0
         self._handles: dict[str, Handle] = {}
-        self._slabs: dict[int, mmap.mmap] = {}
         self._views: dict[tuple[int, int], list[Tensor]] = {}
-        self._ready: int | None = None
-        self._full = ""
-        self._reserved_bytes = 0
         self._layout_sent = 0
-        self._sock = socket.socket(socket.AF_UNIX)
-        self._sending = threading.Lock()
-        run_dir = client._run_dir
-        try:
-            self._sock.settimeout(CONNECT_S)
-            with place.socket_address(run_dir) as address:
-                self._sock.connect(address)
-            hello: Message = {"op": "hello", "version": VERSION, "job": client.job, "rank": client.rank}
-            send(self._sock, hello | {"world_size": client.world_size, "born": client._born, "peers": client._peers})
-            got = receive(self._sock)
-            if got is None:
-                raise PeerError("it closed the connection")
-            self._sock.settimeout(None)
-            # a stopped cache must not stop training for good
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
-        except (OSError, PeerError) as error:
-            self._sock.close()
-            raise CacheGone(f"no cache answers in {run_dir} ({error}); start `eagleeye cache` on this node") from None
-        if got[0]["op"] != "welcome":
-            self._sock.close()
-            raise UsageError(f"the cache in {run_dir} refuses: {got[0].get('why', got[0]['op'])}")
-        threading.Thread(target=self._read, daemon=True, name="checkpoint").start()
+        hello: Message = {"job": client.job, "rank": client.rank, "world_size": client.world_size}
+        hello |= {"born": client._born, "peers": client._peers}
+        self._connection = Connection(client._run_dir, hello, self._heard, self._ended, self._forgot)
+
+    @property
+    def lost(self) -> str:
+        """Why the connection is lost; empty while it is not."""
+        return self._connection.lost
 
     def ask(self, message: Message, expected: str) -> Message:
         """Send a question and return its answer. Raises CacheGone."""
-        return self._ask(message, expected)[0]
+        return self._connection.ask(message, expected)[0]
 
     def fetch(self, chosen: str) -> tuple[Manifest, mmap.mmap, Message]:
         """Return a shard's manifest, its bytes in memory of our own, verified, and what the cache tells of their origin."""
-        answer, files = self._ask({"op": "fetch", "generation": chosen}, "fetched")
+        answer, files = self._connection.ask({"op": "fetch", "generation": chosen}, "fetched")
         if "error" in answer:
             raise CheckpointError(answer["error"])
         try:
@@ -444,12 +416,12 @@ class _Connection:
             if manifest.nbytes:
                 with suppress(OSError):  # a kernel without huge pages
                     buffer.madvise(mmap.MADV_HUGEPAGE)
-                shared = mmap.mmap(files[0], manifest.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                shared = mapped(files.pop(), manifest.nbytes)
                 torch.frombuffer(buffer, dtype=torch.uint8).copy_(torch.frombuffer(shared, dtype=torch.uint8))
         finally:
             for file in files:
                 os.close(file)
-            self._send({"op": "release", "slab": answer["slab"]})
+            self._connection.send({"op": "release", "slab": answer["slab"]})
         verify(manifest, memoryview(buffer)[: manifest.nbytes])
         return manifest, buffer, answer
 
@@ -457,159 +429,55 @@ class _Connection:
         """Copy the tensors into a slab and hand it to the cache."""
         if layout.number != self._layout_sent:
             items = {"skeleton": layout.skeleton, "places": layout.places}
-            self._send({"op": "layout", "layout": layout.number, "items": items}, MAX_STATE_BYTES)
+            self._connection.send({"op": "layout", "layout": layout.number, "items": items}, MAX_STATE_BYTES)
             self._layout_sent = layout.number
             self._views.clear()
-        number = self._free_slab(layout.nbytes, timeout_s)
+        number, slab = self._connection.room(layout.nbytes, timeout_s)
         into = self._views.get((number, layout.number))
         if into is None:
-            into = self._views[number, layout.number] = views(self._slabs[number], layout.places)
+            into = self._views[number, layout.number] = views(slab, layout.places)
         if tensors:
             with torch.no_grad():
                 torch._foreach_copy_(into, tensors)
-        with self._changed:
-            self._handles[handle.generation] = handle
+        self._handles[handle.generation] = handle
         seal = {"op": "seal", "slab": number, "generation": handle.generation, "layout": layout.number}
         try:
-            self._send(seal | {"values": values, "nbytes": layout.nbytes}, MAX_STATE_BYTES)
+            self._connection.send(seal | {"values": values, "nbytes": layout.nbytes}, MAX_STATE_BYTES)
         except UsageError:
             del self._handles[handle.generation]
             raise
         # the next save finds its memory waiting
-        self._reserve(layout.nbytes)
+        self._connection.reserve(layout.nbytes)
 
     def lose(self, why: str) -> None:
         """Give up: whoever waits for anything is told."""
-        with self._changed:
-            if self.lost:
-                return
-            self.lost = why
-            handles, self._handles = list(self._handles.values()), {}
-            requests, self._requests = list(self._requests.values()), {}
-            self._changed.notify_all()
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        gone = CacheGone(why)
-        for request in requests:
-            request.set_exception(gone)
-        for handle in handles:
-            for level in LEVELS:
-                handle._reach(level, CacheGone(f"{why}, so it is not known whether step {handle.step} went further"))
+        self._connection.lose(why)
 
     def unmap(self) -> None:
         """Let go of all slabs; no save may be under way."""
-        self._forget(list(self._slabs))
+        self._connection.unmap()
 
-    def _reserve(self, nbytes: int) -> None:
-        with self._changed:
-            self._ready, self._full, self._reserved_bytes = None, "", nbytes
-        self._send({"op": "reserve", "nbytes": nbytes})
+    def _heard(self, message: Message) -> None:
+        handle = self._handles.get(message["generation"])
+        if handle is not None:
+            error = message.get("error")
+            handle._reach(message["level"], Superseded(error) if error else None)
+            if handle.replicated.done() and handle.persistent.done():
+                self._handles.pop(message["generation"], None)
 
-    def _free_slab(self, nbytes: int, timeout_s: float) -> int:
-        """Return a slab to fill, waiting for one if need be."""
-        until_s = time.monotonic() + timeout_s
-        if self._reserved_bytes:
-            self._wait_for_slab(until_s)
-        if self._reserved_bytes < nbytes:
-            self._reserve(nbytes)
-            self._wait_for_slab(until_s)
-        while self._ready is None:
-            if time.monotonic() >= until_s:
-                raise CannotRun(f"the cache has had no memory for a save of {nbytes} bytes for {timeout_s:g} s: {self._full}")
-            time.sleep(FULL_AGAIN_S)
-            self._reserve(nbytes)
-            self._wait_for_slab(until_s)
-        return self._ready
-
-    def _wait_for_slab(self, until_s: float) -> None:
-        with self._changed:
-            answered = self._changed.wait_for(
-                lambda: self._ready is not None or self._full or self.lost, max(1.0, until_s - time.monotonic())
-            )
-            if self.lost:
-                raise CacheGone(self.lost)
-            if not answered:
-                raise CannotRun("the cache does not answer; is it stopped?")
-
-    def _ask(self, message: Message, expected: str) -> tuple[Message, list[int]]:
-        future: Future[tuple[Message, list[int]]] = Future()
-        with self._changed:
-            if self.lost:
-                raise CacheGone(self.lost)
-            self._asked += 1
-            number = self._asked
-            self._requests[number] = future
-        self._send(message | {"request": number})
-        try:
-            answer, files = future.result(ANSWER_S)
-        except FutureTimeout:
-            self.lose(f"the cache did not answer in {ANSWER_S:g} s")
-            raise CacheGone(self.lost) from None
-        if answer["op"] != expected:
-            raise CacheGone(f"the cache answers {answer['op']} instead of {expected}")
-        return answer, files
-
-    def _send(self, message: Message, at_most_bytes: int = MAX_FRAME_BYTES) -> None:
-        try:
-            with self._sending:
-                send(self._sock, message, at_most_bytes=at_most_bytes)
-        except OSError as error:
-            self.lose(f"the cache in {self._client._run_dir} went away ({error})")
-            raise CacheGone(self.lost) from None
-
-    def _read(self) -> None:
-        why = f"the cache in {self._client._run_dir} ended"
-        try:
-            while (got := receive(self._sock, max_files=1)) is not None:
-                self._take(*got)
-        except (OSError, CheckpointError) as error:
-            why = f"{why} ({error})"
+    def _ended(self, why: str) -> None:
+        for handle in list(self._handles.values()):
+            for level in LEVELS:
+                handle._reach(level, CacheGone(f"{why}, so it is not known whether step {handle.step} went further"))
         if not self._client._closed:
             _say(f"rank {self._client.rank}: {why}; it is looked for")
-        self.lose(why)
-        self._sock.close()
-        if not self._client._closed:
             self._client._connection_or_none(0.0)
 
-    def _take(self, message: Message, files: list[int]) -> None:
-        kind = message["op"]
-        if kind == "state":
-            handle = self._handles.get(message["generation"])
-            if handle is not None:
-                error = message.get("error")
-                handle._reach(message["level"], Superseded(error) if error else None)
-                if handle.replicated.done() and handle.persistent.done():
-                    self._handles.pop(message["generation"], None)
-        elif kind == "slab":
-            self._forget(message["gone"])
-            if files:
-                shared = mmap.mmap(files[0], message["nbytes"], flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                os.close(files[0])
-                self._slabs[message["slab"]] = shared
-            with self._changed:
-                self._ready = message["slab"]
-                self._changed.notify_all()
-        elif kind == "full":
-            self._forget(message["gone"])
-            with self._changed:
-                self._full = message["why"]
-                self._changed.notify_all()
-        elif "request" in message:
-            with self._changed:
-                request = self._requests.pop(message["request"], None)
-            if request is not None:
-                request.set_result((message, files))
-            else:
-                for file in files:
-                    os.close(file)
-
-    def _forget(self, numbers: list[int]) -> None:
-        """Let go of slabs that the cache has let go of, so that their memory is free."""
-        for number in numbers:
-            self._slabs.pop(number, None)
-            for known in list(self._views):
-                if known[0] == number:
-                    self._views.pop(known, None)
+    def _forgot(self, number: int) -> None:
+        """Let go of a slab that is not needed any more, so that its memory is free."""
+        for known in list(self._views):
+            if known[0] == number:
+                self._views.pop(known, None)
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

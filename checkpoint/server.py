@@ -4,6 +4,7 @@ A shard goes one way: sealed (by the rank) -> verified (digests made) -> replica
 the folder). Each step is repeated until it succeeds. A generation exists once every rank's shard does, somewhere.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -296,6 +297,10 @@ class Cache:
                     self._existing.setdefault(job, set()).add(wanted)
                 self.storage.retain(job, self.settings.stored_generations)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # room for the new one goes before a third and second old one; the newest good one is never touched
+                with suppress(OSError):
+                    self.storage.retain(job, 1)
             raise CheckpointError(f"storage {self.storage.path}: {_words(error)}") from None
 
     def _ask_peers(self) -> None:

@@ -129,6 +129,8 @@ class FolderWatch:
             raise UsageError(f"--watch: {folder} cannot be used as a folder: {error.strerror or error}") from None
         self._said: set[str] = set()
         self._told = Told()
+        self._first: dict[str, Signature] | None = None
+        """What lay in the folder when this launcher began its first round."""
         self._client: FolderClient | None = None
         self._saving: _Saving | None = None
         self._thread: threading.Thread | None = None
@@ -148,6 +150,8 @@ class FolderWatch:
         """
         self._end_thread()
         self._said.clear()
+        if self._first is None:
+            self._first = {path: signature(status) for path, status in _listed(self.folder).items()}
         peers = self._running(number).peers
         try:
             self._client = FolderClient(self._job, members[self._node], len(members), peers=dict(peers) or None)
@@ -167,8 +171,8 @@ class FolderWatch:
             if fetched is not None:
                 self._put_right(fetched, f"{number}-{plan.token}")
                 self._client.release()
-            elif names := _listed(self.folder):
-                self.say(f"no step was ever saved by every node; {_count(names)} in {self.folder} left as they are")
+            else:
+                self._put_back(f"{number}-{plan.token}")
         except (CacheGone, CannotRun) as error:
             raise NotFit(str(error)) from None
         except CheckpointError as error:
@@ -273,13 +277,11 @@ class FolderWatch:
         """Make the folder hold a generation and nothing newer. What stands in the way is moved aside, never deleted."""
         step = fetched.manifest.key.generation.step
         wanted = entries(fetched.manifest)
-        taken: set[str] = set()
+        taken: list[str] = []
 
         def put_aside(path: str) -> None:
-            to = self.folder / ASIDE / aside / path
-            to.parent.mkdir(parents=True, exist_ok=True)
-            (self.folder / path).rename(to)
-            taken.add(path)
+            self._set_aside([path], aside)
+            taken.append(path)
 
         for path in _listed(self.folder, unfinished=True):
             if PurePosixPath(path).name.startswith(TEMPORARY):  # of a launcher that was killed
@@ -288,12 +290,26 @@ class FolderWatch:
         replaced, kept = len(taken), {entry.path for entry in wanted}
         steps = {path: self.step(path) for path in _listed(self.folder) if path not in kept}
         newer = {path: its for path, its in steps.items() if its is not None and its >= step}
-        try:
-            for path in newer:
-                put_aside(path)
-        except OSError as error:
-            raise CannotRun(f"cannot move {path} aside in {self.folder}: {error.strerror or error}; make it writable") from None
+        self._set_aside(newer, aside)
         self.say(_account(fetched, written, self.folder, f"{ASIDE}/{aside}", replaced, newer))
+
+    def _put_back(self, aside: str) -> None:
+        """Make the folder what it was before the job, as no step counts: else the ranks of this node would go on from one."""
+        assert self._first is not None
+        found = {path: self.step(path) for path, s in _listed(self.folder).items() if self._first.get(path) != signature(s)}
+        steps = {path: step for path, step in found.items() if step is not None}
+        if steps:
+            self._set_aside(found, aside)
+            self.say(f"no step was ever saved by every node{_newer(steps, f'{ASIDE}/{aside}')}")
+        elif left := _listed(self.folder):
+            self.say(f"no step was ever saved by every node; {self.folder} is left as it is ({_count(left)})")
+
+    def _set_aside(self, paths: Iterable[str], aside: str) -> None:
+        for path in paths:
+            # not by its name: a script that looks into all folders for *.pt must not find it there
+            to = self.folder.joinpath(ASIDE, aside, *(f"{part}~" for part in PurePosixPath(path).parts))
+            to.parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / path).rename(to)
 
     # --- during a round
 
@@ -616,10 +632,12 @@ def _account(fetched: Fetched, written: list[str], folder: Path, aside: str, rep
         text += f", as elsewhere it is not intact: {'; '.join(fetched.tried)}"
     if replaced:
         text += f"; {_count(range(replaced))} set aside in {aside}, because their content was another"
-    if newer:
-        steps = ", ".join(map(str, sorted(set(newer.values()))))
-        text += f"; {_count(newer)} of step {steps} set aside in {aside}, because not every node has that step"
-    return text
+    return text + _newer(newer, aside)
+
+
+def _newer(files: Mapping[str, int], aside: str) -> str:
+    steps = ", ".join(map(str, sorted(set(files.values()))))
+    return f"; {_count(files)} of step {steps} set aside in {aside}, because not every node has that step" if files else ""
 
 
 def _count(files: "Iterable[object]") -> str:

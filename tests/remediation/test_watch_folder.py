@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -334,12 +335,35 @@ def test_what_lies_in_the_folder_before_is_left_alone(fleet: Any, caches: Caches
         (caches.folder(f"node{n}") / "step-700.pt").write_bytes(b"step 700 of another run")
     caches.start_all(spares=0)
     assert [caches.resumed(1, rank) for rank in range(3)] == [700, 700, 700]
+    time.sleep(3.0)  # longer than watch_quiet_s: nobody knows whether these files are complete, so they are not kept
+    assert [caches.steps(f"node{n}") for n in range(3)] == [[], [], []]
     sentence = r"watch: no step was ever saved by every node; \S+ is left as it is \(1 file\)\n"
     assert all(re.search(sentence, fleet.log(f"node{n}")) for n in range(3))
     os.kill(fleet.pid(1, 0), signal.SIGKILL)
     fleet.wait_for_round(2)
     assert [caches.resumed(2, rank) for rank in range(3)] == [700, 700, 700]
     assert [caches.steps(f"node{n}") for n in range(3)] == [[], [], []]
+
+
+@pytest.mark.slow
+def test_a_job_that_is_started_again_by_hand_goes_on_where_it_was(fleet: Any, caches: Caches) -> None:
+    caches.start_all(spares=0)
+    caches.tell(50)
+    caches.wait_until_saved(50)
+    kept = tree(caches.folder("node1"))
+    for launcher in fleet.launchers.values():
+        launcher.terminate()
+    fleet.codes("node0", "node1", "node2")
+    shutil.rmtree(fleet.rendezvous / "j")
+    shutil.rmtree(caches.folder("node1"))
+    for path in (*fleet.folder.glob("round1-*"), *fleet.folder.glob("resumed-*")):
+        path.unlink()
+    for n in range(3):
+        caches.launch(f"node{n}", SAVES_WHEN_TOLD)
+    fleet.wait_for_round(1)
+    assert [caches.resumed(1, rank) for rank in range(3)] == [50, 50, 50]
+    assert tree(caches.folder("node1")) == kept
+    assert "watch: step 50 restored from this node's memory (1 file, 50.0 kB)\n" in fleet.log("node1")
 
 
 HANGS = """
