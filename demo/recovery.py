@@ -107,7 +107,8 @@ def recovery(
         return None
     restores = [stretch.restore for stretch in after if stretch.restore]
     restored_step = restores[0].step
-    before = {step: loss for node in nodes for s in stretches(node.log, node.name)[:1] for step, loss in s.losses.items()}
+    earlier = [s for node in nodes for s in stretches(node.log, node.name) if s.started_s < evict_s]
+    before = {step: loss for s in earlier for step, loss in s.losses.items()}
     loss = {step: value for step, value in before.items() if step <= restored_step} | after[0].losses
     saves = [(step, digest, unbroken.saves.get(step, "")) for step, digest in sorted(after[0].saves.items())]
     same = [s.losses == {step: unbroken.losses.get(step) for step in s.losses} for s in after]

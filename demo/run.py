@@ -76,6 +76,9 @@ def main() -> int:
     parser.add_argument(
         "--learn", type=float, default=60.0, metavar="S", help="seconds of normal work to learn; default %(default)s"
     )
+    parser.add_argument(
+        "--after", type=float, default=1.0, metavar="S", help="seconds to watch on once the job goes on; default %(default)s"
+    )
     parser.add_argument("--prometheus", action="store_true", help="put a real Prometheus between exporters and scorer")
     parser.add_argument("--no-namespaces", action="store_true", help="all nodes on loopback, even where rights allow more")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -248,7 +251,7 @@ def watch(story: Story, clock: SystemClock, scorer_url: str, cluster: Cluster, o
         if story.blamed is not None and story.fault and not waiting:
             waiting, until_s = True, monotonic_s() + (RECOVER_TIMEOUT_S if not options.observe else 14.0)
         if waiting and not story.recovered and trained_on(newest(cluster.nodes, story.blamed_seen_s, cluster.ranks)):
-            story.recovered, until_s = True, monotonic_s() + 1.0
+            story.recovered, until_s = True, monotonic_s() + options.after
             say(story, "the job goes on")
         if story.fault is None and all(node.launcher and node.launcher.poll() is not None for node in cluster.nodes):
             raise EnvironmentLacks(f"the job ended before anything was broken; see the logs in {RUN_DIR}")
