@@ -27,8 +27,8 @@ from torch import Tensor
 from checkpoint import place
 from checkpoint.agreement import Agreement, agreement
 from checkpoint.connection import CONNECT_S, Connection, mapped
-from checkpoint.errors import CacheGone, CheckpointError, Superseded, UsageError
-from checkpoint.manifest import Generation, Manifest, check_job, decode, generation, verify
+from checkpoint.errors import CacheGone, CannotRun, CheckpointError, Corrupt, Superseded, UsageError
+from checkpoint.manifest import Generation, Key, Manifest, check_job, decode, generation, verify
 from checkpoint.protocol import MAX_STATE_BYTES, Message
 from checkpoint.state import Place, Walker, misfit, places, put_into, unflatten, views
 
@@ -142,6 +142,8 @@ class Client:
         self._layouts = 0
         self._last: Handle | None = None
         self._connection: _Session | None = None
+        self._used: _Session | None = None
+        self._short = False
         self._connecting: threading.Thread | None = None
         self._closed = False
 
@@ -181,6 +183,8 @@ class Client:
                 self._begin(together, choice["attempt"])
                 for note in notes:
                     _say(f"rank {self.rank}: {note}")
+                if self.rank == 0:
+                    _say(f"no checkpoint of job {self.job} exists; it starts anew")
                 return None
             code, problem, fetched = self._fetch(connection, chosen, into)
             worst = together.largest(code)
@@ -215,7 +219,8 @@ class Client:
         UsageError
             The state holds something that cannot be saved, or `step` is no step or is older than the last one.
         CannotRun
-            The cache had no memory free for `timeout_s`.
+            The cache had no memory free for `timeout_s` at the first save. Later this ends no training: the handle's levels raise
+            it, and saves do not wait for long until one succeeds.
         """
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
             raise UsageError(f"{step!r} is no step to save")
@@ -232,21 +237,33 @@ class Client:
         flat = self._walker.flatten(state)
         handle = Handle(step, wanted)
         connection = self._connection_or_none(0.0)
+        if self._used is not None and self._used is not connection:
+            self._used.unmap()  # a dead cache's memory is free when nobody maps it any more
+        self._used = connection
         if connection is None:
-            for level in LEVELS:
-                handle._reach(level, CacheGone(f"{self._gone}; step {step} is saved nowhere"))
-            return handle
+            return self._failed(handle, CacheGone(f"{self._gone}; step {step} is saved nowhere"))
         if self._layout is None or not self._layout.fits(flat.tensors, flat.skeleton):
             self._layouts += 1
             self._layout = _Layout(self._layouts, flat.tensors, flat.skeleton)
         try:
-            connection.save(handle, self._layout, flat.tensors, flat.values, self._timeout_s)
+            patience_s = min(self._timeout_s, AGAIN_S) if self._short else self._timeout_s
+            connection.save(handle, self._layout, flat.tensors, flat.values, patience_s)
         except (OSError, CacheGone) as error:
             connection.lose(f"the cache in {self._run_dir} went away ({error})")
-            for level in LEVELS:
-                handle._reach(level, CacheGone(f"the cache in {self._run_dir} went away during the save of step {step}"))
-        else:
-            self._last = handle
+            return self._failed(handle, CacheGone(f"the cache in {self._run_dir} went away during the save of step {step}"))
+        except (CannotRun, UsageError) as error:
+            # a cache or a state that is ill-sized shows at the first save; what is in training already is not ended by it
+            if self._last is None:
+                raise
+            _say(f"rank {self.rank}: step {step} is saved nowhere: {error}; training goes on")
+            self._short = isinstance(error, CannotRun)
+            return self._failed(handle, error)
+        self._last, self._short = handle, False
+        return handle
+
+    def _failed(self, handle: Handle, error: CheckpointError) -> Handle:
+        for level in LEVELS:
+            handle._reach(level, error)
         return handle
 
     def close(self) -> None:
@@ -272,15 +289,16 @@ class Client:
         until_s = time.monotonic() + CONNECT_S
         try:
             answer = connection.ask({"op": "choose", "exclude": excluded}, "chosen")
-            while answer["generation"] is None and answer["unreached"] and time.monotonic() < until_s:
+            while answer["unreached"] and not _is_newest(answer) and time.monotonic() < until_s:
                 # the caches of a job that starts come up one after the other
                 time.sleep(0.2)
                 answer = connection.ask({"op": "choose", "exclude": excluded}, "chosen")
         except CheckpointError as error:
             return {"error": str(error)}
         notes += [note for note in answer["passed_over"] if note not in notes]
-        if answer["generation"] is None and answer["existed"] is not None:
-            step, why = generation(answer["existed"]).step, "; ".join(notes)
+        existed = max(filter(None, (answer["existed"], *excluded)), default=None)
+        if answer["generation"] is None and existed is not None:
+            step, why = generation(existed).step, "; ".join(notes)
             sentence = f"job {self.job} had a checkpoint of step {step} and nothing can be restored ({why})"
             return {"error": f"{sentence}; bring its holders back, or give the job another name to start anew"}
         if answer["generation"] is None and answer["unreached"]:
@@ -423,6 +441,8 @@ class _Session:
                 os.close(file)
             self._connection.send({"op": "release", "slab": answer["slab"]})
         verify(manifest, memoryview(buffer)[: manifest.nbytes])
+        if manifest.key != Key(self._client.job, generation(chosen), self._client.rank):
+            raise Corrupt(f"the cache gave another shard than that of step {generation(chosen).step}")
         return manifest, buffer, answer
 
     def save(self, handle: Handle, layout: _Layout, tensors: list[Tensor], values: list[Any], timeout_s: float) -> None:
@@ -461,7 +481,9 @@ class _Session:
         handle = self._handles.get(message["generation"])
         if handle is not None:
             error = message.get("error")
-            handle._reach(message["level"], Superseded(error) if error else None)
+            # what the cache did not take goes no further
+            for level in LEVELS if error and message["level"] == "cached" else (message["level"],):
+                handle._reach(level, Superseded(error) if error else None)
             if handle.replicated.done() and handle.persistent.done():
                 self._handles.pop(message["generation"], None)
 
@@ -478,6 +500,11 @@ class _Session:
         for known in list(self._views):
             if known[0] == number:
                 self._views.pop(known, None)
+
+
+def _is_newest(answer: Message) -> bool:
+    """Whether a choice is the newest generation that is known to have existed."""
+    return answer["generation"] is not None and answer["generation"] >= (answer["existed"] or "")
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

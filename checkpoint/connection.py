@@ -61,7 +61,10 @@ class Connection:
         self._full = ""
         self._reserved_bytes: int | None = None
         self._sending = threading.Lock()
-        self._sock = socket.socket(socket.AF_UNIX)
+        try:
+            self._sock = socket.socket(socket.AF_UNIX)
+        except OSError as error:
+            raise CacheGone(_nobody(run_dir, error)) from None
         try:
             _connect(self._sock, run_dir)
             send(self._sock, {"op": "hello", "version": VERSION} | hello)
@@ -131,6 +134,7 @@ class Connection:
             self._wait_for_slab(until_s)
         while self._ready is None:
             if time.monotonic() >= until_s:
+                self._reserved_bytes = None  # the next one asks anew
                 raise CannotRun(f"the cache has had no memory for a save of {nbytes} bytes for {timeout_s:g} s: {self._full}")
             time.sleep(FULL_AGAIN_S)
             self.reserve(nbytes)
@@ -183,6 +187,9 @@ class Connection:
 
     def _take(self, message: Message, files: list[int]) -> None:
         kind = message["op"]
+        expected = "slab" in message and (kind == "fetched" or message["slab"] not in self._slabs)
+        if expected and not files:  # the kernel drops what a process has no room for, and says nothing
+            raise PeerError("its memory did not arrive: this process may open no more files; raise `ulimit -n`")
         if kind == "state":
             self._heard(message)
         elif kind in ("slab", "full"):

@@ -48,8 +48,8 @@ class Entry(NamedTuple):
 class Chosen:
     """The answer of the cache: a generation or None, the newest start that it knows, and what it knows besides.
 
-    `existed` is the newest generation that is known to have existed, `passed_over` tells why newer ones are not chosen, and
-    `unreached` who could not be asked.
+    `existed` is the newest generation, of those not excluded, that is known to have existed, `passed_over` tells why newer ones
+    are not chosen, and `unreached` who could not be asked.
     """
 
     generation: str | None

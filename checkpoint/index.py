@@ -84,6 +84,19 @@ class Index:
             self._db.close()
 
 
+def newest_step(path: Path, job: str) -> int | None:
+    """Return the newest step of a job that a cache holds, None when there is none or nobody can tell."""
+    try:
+        db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=1.0)
+        try:
+            found = db.execute("SELECT MAX(step) FROM shards WHERE job = ?", (job,)).fetchone()
+        finally:
+            db.close()
+    except sqlite3.Error:
+        return None
+    return None if found[0] is None else int(found[0])
+
+
 def rows(path: Path) -> list[dict[str, object]]:
     """Return all rows of an index that may be in use, newest generation first. Raises sqlite3.Error or OSError."""
     if not path.exists():

@@ -66,14 +66,16 @@ class Slabs:
                 "raise [checkpoint] memory_bytes or save less often"
             )
         self._count += 1
-        file = os.memfd_create(f"eagleeye-slab-{self._count}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        file = -1
         try:
+            file = os.memfd_create(f"eagleeye-slab-{self._count}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(file, needed)
             # populated here, so that this process pays for the pages and a lack of memory shows now, not in a training step
             mapped = mmap.mmap(file, needed, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError as error:
-            os.close(file)
+            if file >= 0:
+                os.close(file)
             raise CannotRun(f"cannot get {needed} bytes of memory: {error.strerror or error}") from None
         self.used_bytes += needed
         return Slab(self._count, file, needed, mapped)

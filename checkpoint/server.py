@@ -130,9 +130,13 @@ class Cache:
         self._peers: dict[str, dict[str, str]] = {}
         self._clients: dict[tuple[str, int], _Client] = {}
         self._born: dict[tuple[str, int], int] = {}
+        self._newest_born: dict[str, int] = {}
         self.changed = threading.Condition()
         self._stopping = False
         self._said: set[str] = set()
+        if self.storage:
+            with suppress(OSError):  # it may come later
+                self.storage.path.mkdir(parents=True, exist_ok=True)
         try:
             self._open()
         except (OSError, sqlite3.Error) as error:
@@ -206,7 +210,7 @@ class Cache:
             error = ""
             try:
                 do(shard)
-            except (CheckpointError, OSError) as problem:
+            except (CheckpointError, OSError, MemoryError) as problem:
                 error = f"{step} of step {shard.key.generation.step}, rank {shard.key.rank}: {_words(problem)}"
                 self._say(f"{error}; it is tried again")
             with self.changed:
@@ -275,6 +279,8 @@ class Cache:
                 refusals.append(f"{node}: {error}")
                 continue
             with self.changed:
+                if node not in self._others(shard.key.job):
+                    raise PeerError(f"{node} left the job while it took a copy")
                 shard.replica = node
             self._tell(shard.key, "replicated")
             return
@@ -451,11 +457,12 @@ class Cache:
             ended = [
                 s for k, s in self._shards.items() if k.job not in living and s.pins == 0 and (s.stored or s.origin != self.node)
             ]
-            if not ended:
-                raise
-            for shard in ended:
+            # no more than needed, and last of all the newest copies for others: their job may go on elsewhere
+            for shard in sorted(ended, key=lambda s: (not s.stored, s.born_s)):
                 self._drop(shard, "memory was short and the job had ended")
-            return self.slabs.take(owner, nbytes)
+                with suppress(CannotRun):
+                    return self.slabs.take(owner, nbytes)
+            raise
 
     # ---- other nodes
 
@@ -503,7 +510,7 @@ class Cache:
                 send(sock, {"op": "corrupt", "why": str(error)})
                 return
             raise
-        self._keep(manifest, slab, "copies")
+        self.unpin(self._keep(manifest, slab, "copies"))
         send(sock, {"op": "held"})
 
     def _give_copy(self, sock: socket.socket, message: Message) -> None:
@@ -521,15 +528,19 @@ class Cache:
             self.unpin(shard)
 
     def _keep(self, manifest: Manifest, slab: Slab, owner: str, *, stored: bool = False) -> Shard:
-        """Hold what came from elsewhere and was verified. Somebody may have been faster: then that one stays."""
+        """Hold what came from elsewhere and was verified, and return it pinned: what a rank falls back to may be surplus at once.
+
+        Somebody may have been faster: then that one stays.
+        """
         with self.changed:
             known = self._shards.get(manifest.key)
             if known is not None:
                 self.slabs.give(owner, slab)
+                known.pins += 1
                 return known
             shard = Shard(
                 manifest.key, manifest.world_size, manifest.node, manifest.nbytes, slab, owner, dict(manifest.content),
-                manifest, stored=stored,
+                manifest, stored=stored, pins=1,
             )  # fmt: skip
             self._add(shard)
         self._write_down(shard)
@@ -564,15 +575,21 @@ class Cache:
             client.send({"op": "welcome", "node": self.node})
             if before is not None:
                 before.show_out()
-            known = place.peers(self.settings.peers) if peers is None else peers
-            lost = set(self._peers.get(client.job, {})) - set(known)
-            self._peers[client.job] = known
-            for shard in self._shards.values():
-                if shard.key.job == client.job and shard.replica in lost:
-                    # the node that held the copy left the job: another must hold one
-                    shard.replica = ""
-                    shard.wants.add("replicate")
+            # what a process of an earlier start knows of the other nodes is out of date, also when it connects again
+            if born >= self._newest_born.get(client.job, 0):
+                self._newest_born[client.job] = born
+                self._meet(client.job, place.peers(self.settings.peers) if peers is None else peers)
             self.changed.notify_all()
+
+    def _meet(self, job: str, peers: dict[str, str]) -> None:
+        """Take over where the other nodes' caches are; the caller holds the lock."""
+        lost = set(self._peers.get(job, {})) - set(peers)
+        self._peers[job] = peers
+        for shard in self._shards.values():
+            if shard.key.job == job and shard.replica in lost:
+                # the node that held the copy left the job: another must hold one
+                shard.replica = ""
+                shard.wants.add("replicate")
 
     def goodbye(self, client: "_Client") -> None:
         """Forget a rank's connection."""
@@ -597,14 +614,20 @@ class Cache:
     def choose(self, job: str, world_size: int, exclude: set[Generation]) -> Message:
         """Return the newest generation that can be restored and why newer ones cannot be, as the message `chosen`.
 
-        `existed` is the newest of which it is known that it existed, also when it can no longer be restored.
+        `existed` is the newest that is not excluded and of which it is known that it existed, also when it can no longer be
+        restored.
         """
         copies, problems = self._copies(job)
         choice = restore.choose(copies, world_size, exclude)
-        attempt = max((copy.generation.attempt for copy in copies), default=0)
+        found = {copy.generation for copy in copies}
         with self.changed:
-            existed = max(self._existing[job], default=None)
+            existing = set(self._existing[job])
+        # also of what is out of reach: it may come back, and must then be older than what is saved from now on
+        attempt = max((known.attempt for known in found | existing), default=0)
+        existed = max(existing - exclude, default=None)
         notes = [*choice.passed_over, *(f"not reached: {problem}" for problem in problems)]
+        if existed is not None and existed not in found and existed > (choice.generation or _NONE):
+            notes.insert(0, f"step {existed.step} existed and no copy of it is left")
         return {
             "generation": None if choice.generation is None else str(choice.generation),
             "attempt": attempt,
@@ -671,10 +694,7 @@ class Cache:
                 for slab in taken:
                     self.slabs.give("copies", slab)
             raise
-        shard = self._keep(manifest, taken[0], "copies", stored=copy.holder == STORAGE)
-        with self.changed:
-            shard.pins += 1
-        return shard
+        return self._keep(manifest, taken[0], "copies", stored=copy.holder == STORAGE)
 
     # ---- small things
 
@@ -735,7 +755,7 @@ class _Client:
         self._known: dict[int, Slab] = {}
         self._filling: dict[int, Slab] = {}
         self._reading: dict[int, list[Shard]] = {}
-        self._layouts: dict[int, list[Any]] = {}
+        self._layouts: dict[int, Any] = {}
         self.job, self.rank, self.world_size = "", 0, 0
 
     @property
@@ -825,7 +845,8 @@ class _Client:
         return gone
 
     def _layout(self, message: Message) -> None:
-        self._layouts[message["layout"]] = message["items"]
+        # the newest alone: a state whose form changes at each save must not fill the memory with the forms it had
+        self._layouts = {message["layout"]: message["items"]}
 
     def _seal(self, message: Message) -> None:
         key = Key(self.job, generation(message["generation"]), self.rank)
@@ -889,4 +910,4 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _words(error: BaseException) -> str:
-    return str(getattr(error, "strerror", None) or error)
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__

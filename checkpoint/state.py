@@ -1,6 +1,7 @@
 """A training state as a list of tensors and plain JSON, and back. No pickle: what is neither is refused by name."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from mmap import mmap
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -95,6 +96,9 @@ class Walker:
         self._parts: list[Any] = []
         self._forms: list[tuple[Any, ...]] = []
         self._tensors: list[Tensor] = []
+        self._tied: list[Tensor] = []
+        """Tensors that begin where another does, and their strides: one that is transposed in place is tied no longer."""
+        self._strides: list[Any] = []
         self._plain_at: list[int] = []
         self._flat: Flat | None = None
 
@@ -107,9 +111,16 @@ class Walker:
             if not any(isinstance(v, int) and v.bit_length() > _INT_BITS for v in values):
                 return self._flat._replace(values=values)
         flat = flatten(state)
-        self._parts, self._flat = parts, flat
-        self._tensors = [part for part in parts if isinstance(part, Tensor)]
-        self._forms = [_form(tensor) for tensor in self._tensors]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if not {id(tensor) for tensor in flat.tensors} <= {id(tensor) for tensor in tensors}:
+            # an object makes its tensors anew each time: they are never known again, and must not be held until the next save
+            self._parts, self._flat, self._tensors, self._tied = [], None, [], []
+            return flat
+        self._parts, self._flat, self._tensors = parts, flat, tensors
+        self._forms = [_form(tensor) for tensor in tensors]
+        begin = Counter(form[0] for form in self._forms)
+        self._tied = [tensor for tensor, form in zip(tensors, self._forms, strict=True) if begin[form[0]] > 1]
+        self._strides = [tensor.stride() for tensor in self._tied]
         self._plain_at = [i for i, part in enumerate(parts) if isinstance(part, _PLAIN)]
         return flat
 
@@ -121,7 +132,8 @@ class Walker:
             kind = type(new)
             if new is not old and (kind is not type(old) or (kind is tuple and new != old) or kind not in _COMPARED):
                 return False
-        return self._forms == [_form(tensor) for tensor in self._tensors]
+        same = self._forms == [_form(tensor) for tensor in self._tensors]
+        return same and self._strides == [tensor.stride() for tensor in self._tied]
 
 
 _COMPARED = frozenset({tuple, *_PLAIN})
@@ -140,14 +152,14 @@ def _collect(value: Any, parts: list[Any]) -> None:
         parts.append((kind, *value))
         for item in value.values():
             _collect(item, parts)
-    elif kind is list or kind is tuple:
+    elif isinstance(value, list | tuple):
         parts.append((kind, len(value)))
         for item in value:
             _collect(item, parts)
     elif not isinstance(value, Tensor) and isinstance(value, Stateful):
         _collect(_told(value), parts)
     else:
-        # whatever it is, `flatten` says whether it can be saved; a new object, each time, takes the long way
+        # a tensor or number of a class of its own; whatever else it is, `flatten` refuses it
         parts.append(value)
 
 

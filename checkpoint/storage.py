@@ -62,6 +62,7 @@ class Folder:
 
     def begun(self, job: str) -> list[Generation]:
         """Return all generations of which anything lies in the folder, oldest first."""
+        os.stat(self.path)  # where the folder itself is absent, nothing is known; that is not the same as nothing being there
         return sorted(generation(name) for name in _names(self.path / job) if _is_generation(name))
 
     def copies(self, job: str) -> list[Copy]:

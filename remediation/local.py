@@ -121,12 +121,12 @@ class Local:
         if found is None:
             if told.phase in (Phase.DONE, Phase.FAILED):
                 raise PermanentError(f"job {job} has ended: {told.reason or told.phase.value}")
-            # An eviction for the same incident has restarted the job already: its other requests mean the round before that.
+            # An eviction for the same incident has restarted the job already: then a restart means the round before that.
             same = operation_id.removesuffix(f"{action.kind.value}-{action.target}")
             siblings = [
                 from_json(Request, document).round
                 for name, (_, document) in store.find("requests").items()
-                if name.startswith(same) and same.endswith("-")
+                if action.kind is ActionKind.RESTART and name.startswith(same) and same.endswith("-")
             ]
             request = Request(action.kind.value, action.target, reason, min([told.round, *siblings]))
             store.put(key, to_json(request), 0)

@@ -100,6 +100,11 @@ class Journal:
         row = (_plan_id(plan), self.acting, now_s, json.dumps(to_json(plan)))
         return self._write("INSERT OR IGNORE INTO plans VALUES (?, ?, ?, NULL, ?)", *row) == 1
 
+    def planned_s(self, plan: Plan) -> float:
+        """Return when a plan was recorded; long ago when it was not."""
+        rows = self._read("SELECT planned_s FROM plans WHERE plan_id = ? AND acted = ?", _plan_id(plan), self.acting)
+        return float(rows[0][0]) if rows else float("-inf")
+
     def end(self, plan: Plan, now_s: float) -> None:
         """Write that nothing more is done about a plan."""
         self._write("UPDATE plans SET ended_s = ? WHERE plan_id = ? AND acted = ?", now_s, _plan_id(plan), self.acting)

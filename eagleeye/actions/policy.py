@@ -77,6 +77,8 @@ def _why_nobody(incident: Incident, settings: Settings) -> str | None:
         return "the job's own code failed, another node would not help"
     if incident.rule == LOG_BURST:
         return "lines of a log alone take nobody out"
+    if incident.rule is not None and incident.category is Category.UNKNOWN:
+        return "nothing tells whether the node is the cause"
     if len(incident.nodes) > settings.max_nodes:
         return f"{len(incident.nodes)} nodes are suspected and at most {settings.max_nodes} may be taken out"
     return None
@@ -102,8 +104,10 @@ def _proven(incident: Incident, settings: Settings, view: JobView | None) -> boo
     if view is not None:
         if view.running_since_s is None:
             return False
-        of_this_round = incident.opened_s > view.running_since_s
-        since_s = max(since_s, view.running_since_s + settings.settle_s)
+        # right after a start, samples still tell of the ranks before it, and clocks of nodes differ
+        settled_s = view.running_since_s + settings.settle_s
+        of_this_round = incident.opened_s > settled_s
+        since_s = max(since_s, settled_s)
     return (incident.rule is not None and of_this_round) or incident.last_anomalous_s - since_s >= settings.patience_s
 
 

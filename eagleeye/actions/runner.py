@@ -9,13 +9,13 @@ from eagleeye.actions.backend import RemediationBackend
 from eagleeye.actions.journal import Journal, Operation
 from eagleeye.clock import Clock
 from eagleeye.errors import AmbiguousError, BackendError, TransientError
-from eagleeye.records import Action, ActionKind, Incident, IncidentState, Outcome, Plan, Result
+from eagleeye.records import Action, ActionKind, Incident, IncidentState, JobView, Outcome, Plan, Result
 
 ATTEMPTS = 5
 """How often one operation is tried before a human must look."""
 LONGEST_WAIT_S = 30.0
 """The waits between attempts double from one second up to this."""
-_WAIT = (Result.TRANSIENT, "the job restarts, and not because of us: one thing at a time")
+_WAIT = (Result.TRANSIENT, "the job restarts or has just restarted, and not because of us: one thing at a time")
 
 
 class Runner:
@@ -43,6 +43,8 @@ class Runner:
         self._settings, self._eyes, self._hands = settings, eyes, hands
         self._journal, self._clock, self._tell = journal, clock, tell
         self._unseen: dict[str, str] = {}
+        self._open: dict[str, Incident] = {}
+        self._rounds: dict[str, tuple[float | None, float]] = {}
 
     def watch(self, jobs: Sequence[str]) -> None:
         """Let jobs know that somebody acts on their incidents. Jobs that the backend does not know are no concern of ours."""
@@ -55,9 +57,10 @@ class Runner:
 
         Never waits: what is to be repeated later is repeated by a later call.
         """
+        self._open = {incident.id: incident for incident in incidents if incident.state is IncidentState.OPEN}
         busy = {begun.job for begun in self._journal.unfinished() if not self._carry_out(begun)}
         for incident in incidents:
-            if incident.state is not IncidentState.OPEN or incident.job in busy or self._answered(incident):
+            if incident.id not in self._open or incident.job in busy or self._answered(incident):
                 continue
             made = self._plan(incident)
             if made is not None and self._journal.record(made, self._clock.now_s()):
@@ -74,7 +77,7 @@ class Runner:
         """Plan for what is seen of the job now. Who acts must not plan blindly when the look fails; who observes may."""
         job = incident.job
         try:
-            view = self._eyes.observe(job)
+            view = self._observe(job)
         except BackendError as error:
             if not self._journal.acting:
                 return policy.plan(incident, self._settings)
@@ -91,6 +94,17 @@ class Runner:
             if view is None and incident.nodes and incident.last_anomalous_s < settled_s:
                 return None
         return policy.plan(incident, self._settings, view)
+
+    def _observe(self, job: str) -> JobView | None:
+        """Look at a job. A round that began while we watched began no earlier than it was seen, whatever other clocks say."""
+        view = self._eyes.observe(job)
+        if view is None:
+            return None
+        told_s, known = view.running_since_s, self._rounds.get(job)
+        if known is None or known[0] != told_s:
+            seen_s = self._clock.now_s() if known is not None else float("-inf")
+            self._rounds[job] = known = told_s, seen_s
+        return view if told_s is None else replace(view, running_since_s=max(told_s, known[1]))
 
     def _evicted_s(self, job: str) -> float:
         """Return when a node of the job was taken out last; long ago when none was."""
@@ -142,7 +156,7 @@ class Runner:
         if not self._journal.acting or action.kind is ActionKind.NOTIFY:
             return None
         try:
-            view = self._eyes.observe(made.job)
+            view = self._observe(made.job)
         except TransientError as error:
             return Result.TRANSIENT, str(error)
         except BackendError as error:
@@ -153,11 +167,26 @@ class Runner:
         if obstacle:
             return Result.PERMANENT, obstacle
         if evicted_s is None:
-            return _WAIT if view.running_since_s is None else None
+            if view.running_since_s is None:
+                return _WAIT
+            return self._look_again(made, view) if view.running_since_s > self._journal.planned_s(made) else None
         anew = view.running_since_s is not None and view.running_since_s > evicted_s
         if action.kind is ActionKind.RESTART and anew and not any(step.target in view.nodes for step in made.actions):
             return Result.DONE, f"job {made.job} was already started anew"
         return None
+
+    def _look_again(self, made: Plan, view: JobView) -> tuple[Result, str] | None:
+        """Return what comes of a plan whose job was started anew before it was touched: it needs evidence of the new round."""
+        incident = self._open.get(made.incident_id)
+        if incident is None:
+            return (
+                Result.PERMANENT,
+                f"job {made.job} was started anew since this was planned, and nothing is found there any more",
+            )
+        again = policy.plan(incident, self._settings, view)
+        if again is None:
+            return _WAIT
+        return None if again.actions == made.actions else (Result.PERMANENT, again.reason)
 
     def _attempt(
         self,

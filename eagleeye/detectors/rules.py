@@ -19,12 +19,15 @@ CLOCK_TOLERANCE_S = 1.0
 SETTLE_S = 2.0
 """A process that vanished is judged after this long: until then its victims are still falling."""
 
-TRAINING, FINISHED = 1.0, 5.0
+STARTING, TRAINING, FINISHED = 0.0, 1.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule found. `ranks` are indices into the window; empty means the whole job."""
+    """What a rule found. `ranks` are indices into the window; empty means the whole job.
+
+    Of category UNKNOWN it names where, but not whether the node is to blame: such a finding takes nobody out.
+    """
 
     rule: str
     category: Category
@@ -145,11 +148,26 @@ def _process_lost(window: Window, limits: Limits) -> Finding | None:
         at_once = f"{len(lost)} rank processes vanished within {CLOCK_TOLERANCE_S:.0f} s of each other"
         reason = f"{at_once}, which tells nothing about who was first"
         return Finding("process_lost", Category.UNKNOWN, Scope.JOB, (), reason)
-    crashed = own_R[culprit] > 0
-    how = "ended with an error of its own" if crashed else "vanished without a word"
+    if _begun_since(window, float(age_R[culprit]), ~gone_R):
+        return None  # the job started anew since then: whoever is not there yet has not vanished, but is slow to begin
+    category, how = Category.NODE, "vanished without a word"
+    if own_R[culprit] > 0:
+        category, how = Category.USER_CODE, "ended with an error of its own"
+    elif np.isnan(own_R[culprit]):
+        category, how = Category.UNKNOWN, "vanished, and no log is watched that could tell why"
+    elif unseen := _nodes_where(window, np.isnan(_newest_R(window, "process_up"))):
+        category, how = Category.UNKNOWN, f"vanished while {', '.join(unseen)} sent nothing and may be the cause"
     rank, node = window.ranks[culprit], window.nodes[culprit]
     reason = f"the process of rank {rank} on {node} {how}; {why}"
-    return Finding("process_lost", Category.USER_CODE if crashed else Category.NODE, Scope.RANK, (int(culprit),), reason)
+    return Finding("process_lost", category, Scope.RANK, (int(culprit),), reason)
+
+
+def _begun_since(window: Window, ago_s: float, here_R: NDArray[np.bool_]) -> bool:
+    """Whether one of the ranks that are here began in the last `ago_s` seconds, or all that tell their phase still start up."""
+    up_RT = window.column_RT("process_up")[:, -max(int(ago_s / window.step_s), 1) :]
+    phase_R = _newest_R(window, "train_phase")[here_R]
+    phase_R = phase_R[np.isfinite(phase_R)]
+    return bool((up_RT[here_R] == 0).any() or (phase_R.size and (phase_R == STARTING).all()))
 
 
 def _stalled(window: Window, limits: Limits) -> Finding | None:
@@ -174,25 +192,30 @@ def _stalled(window: Window, limits: Limits) -> Finding | None:
     count_R = _newest_R(window, "train_step_count")
     in_collective_R = _all_of_last_R(window, "train_collective_ratio", 3, lambda v: v > 0)
     outside_R = _all_of_last_R(window, "train_collective_ratio", 3, lambda v: v == 0)
+    stopped_R = _all_of_last_R(window, "process_stopped_ratio", 2, lambda v: v > 0.9)
+    lifeless_R = _newest_R(window, "train_heartbeat_age_seconds") > limits.stall_s / 2 + blur_s
     signs = [
-        (_all_of_last_R(window, "process_stopped_ratio", 2, lambda v: v > 0.9), "its process is stopped"),
-        (
-            _newest_R(window, "train_heartbeat_age_seconds") > limits.stall_s / 2 + blur_s,
-            "its process shows no sign of life",
-        ),
+        (stopped_R & lifeless_R, Category.HANG, "its process is stopped"),
+        (lifeless_R, Category.HANG, "its process shows no sign of life"),
+        # the kernel shows who waits for a disk, to write the checkpoint for all, as stopped, too; only his heart goes on
+        (stopped_R, Category.UNKNOWN, "its process is stopped, or waits for a disk"),
     ]
     if stood_s >= limits.hang_s:
         # a rank that writes a checkpoint for all looks the same, so these two signs need time
         signs += [
-            (count_R < _newest_count(count_R) - 1, "it is steps behind the others"),
-            (outside_R & in_collective_R.any(), "the others wait for it in a collective that it has not entered"),
+            (count_R < _newest_count(count_R) - 1, Category.HANG, "it is steps behind the others"),
+            (
+                outside_R & in_collective_R.any(),
+                Category.HANG,
+                "the others wait for it in a collective that it has not entered",
+            ),
         ]
-    for mask_R, why in signs:
+    for mask_R, category, why in signs:
         nodes = _nodes_where(window, mask_R)
         if _minority(window, nodes):
             ranks = tuple(int(i) for i in np.flatnonzero(mask_R))
             named = ", ".join(f"rank {window.ranks[i]} on {window.nodes[i]}" for i in ranks)
-            return Finding("stalled", Category.HANG, Scope.RANK, ranks, f"{stands}; {named}: {why}")
+            return Finding("stalled", category, Scope.RANK, ranks, f"{stands}; {named}: {why}")
     if stood_s < limits.nameless_s:
         return None
     return Finding("stalled", Category.HANG, Scope.JOB, (), f"{stands}, and nothing tells the ranks apart")

@@ -92,7 +92,7 @@ class Judge:
         reason = applicability.missing(window)
         if reason:
             return self._say(window, Decision.UNSURE, reason)
-        idle = applicability.not_applicable(window)
+        idle = applicability.not_applicable(window) or _begun_again(window)
         if not idle:
             # a pause in the watching is no work that was watched
             self._busy_s += min(passed_s, 2 * max(window.step_s, self.settings.tick_s))
@@ -247,6 +247,15 @@ class Judge:
             rule=rule,
             model=self.model_name if self._own else "",
         )
+
+
+def _begun_again(window: Window) -> str | None:
+    """Return why ranks cannot be compared yet when one came back to life within what the detectors remember, else None."""
+    if not window.has("process_up"):
+        return None
+    up_RT = window.column_RT("process_up")[:, -applicability.MEMORY_POINTS :]
+    back_R = (up_RT[:, -1] > 0) & (up_RT == 0).any(axis=1)
+    return "ranks were started a moment ago" if back_R.any() else None
 
 
 def _watched(window: Window) -> Window:

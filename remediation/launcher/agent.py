@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from checkpoint import index, place
 from eagleeye.clock import SystemClock, monotonic_s
 from eagleeye.collect.base import this_node
 from eagleeye.errors import DataError, EagleEyeError, EnvironmentLacks, UsageError
@@ -141,7 +142,8 @@ class _Launcher:
         self._key = f"agents/{settings.node}"
         address = settings.address or _own_address(settings.nodes)
         self._port = _hold_port(address)
-        cache = settings.cache or _local_cache()
+        # remembered when it ends: ranks that lived with a cache cannot go on here without one
+        self._cache = cache = settings.cache or _local_cache()
         self._me = Agent(secrets.token_hex(4), os.getpid(), address, _port_number(self._port), settings.spare, cache)
         self._told: Agent | None = None
         self._told_s = -math.inf
@@ -221,7 +223,7 @@ class _Launcher:
             raise UsageError(f"job {name} has just got another launcher on {settings.node}; one is enough")
 
     def _check(self, again: bool) -> None:
-        wanted = checks.all_checks(Path(self._settings.rendezvous), self._me.address)
+        wanted = checks.all_checks(Path(self._settings.rendezvous), self._me.address, self._cache)
         if again:
             del wanted["shared folder"]  # what all nodes share is no fault of this one
         self._checking = Background(lambda: checks.run(wanted, self._settings.check_timeout_s))
@@ -313,6 +315,7 @@ class _Launcher:
         due = monotonic_s() - self._told_s >= self._settings.agent_lost_s / 5
         if due:
             self._me = replace(self._me, step=self._step(), cache=self._settings.cache or _local_cache())
+            self._cache = self._me.cache or self._cache
         if (due or self._me != self._told) and not self._write():
             earlier = self._read(Agent, self._key)
             if earlier is None:
@@ -325,8 +328,9 @@ class _Launcher:
                 self._version = self._parsed[self._key][0]
 
     def _step(self) -> int | None:
-        step = self._worker.step() if self._worker is not None else None
-        return self._me.step if step is None else step
+        """Return the newest step that the ranks tell of or have saved: a job without a progress hook gets on, too."""
+        told = [self._worker.step() if self._worker is not None else None, *_saved_steps(self._settings.job)]
+        return max((step for step in told if step is not None), default=self._me.step)
 
     def _write(self) -> bool:
         self._me = replace(self._me, beat=self._me.beat + 1)
@@ -499,8 +503,9 @@ def _port_number(held: socket.socket | None) -> int:
 
 
 def _local_cache() -> str:
-    try:
-        from checkpoint.place import local_cache
-    except ImportError:
-        return ""
-    return str(local_cache())
+    return place.local_cache()
+
+
+def _saved_steps(job: str) -> list[int | None]:
+    path = place.run_dir() / place.INDEX
+    return [index.newest_step(path, name) for name in (job, f"{job}.files")]

@@ -22,6 +22,7 @@ _FREE_BYTES = 64 << 20
 _MEMORY_BYTES = 16 << 20
 _AVAILABLE_BYTES = 256 << 20
 _CLOCK_S = 60.0
+_CACHE_S = 5.0
 
 
 class Result(enum.StrEnum):
@@ -29,7 +30,7 @@ class Result(enum.StrEnum):
 
     OK = "ok"
     BAD = "bad"
-    COULD_NOT_RUN = "could not run"
+    COULD_NOT_RUN = "not checked"
 
 
 class Finding(NamedTuple):
@@ -127,9 +128,25 @@ def gpu() -> tuple[Result, str]:
     return Result.OK, f"{len({sample.labels['gpu'] for sample in samples})} GPUs answer"
 
 
-def all_checks(folder: Path, address: str) -> dict[str, Check]:
-    """Return the checks by name. `folder` is shared with the other nodes, `address` is this node's."""
+def cache(address: str) -> tuple[Result, str]:
+    """Reach the checkpoint cache that this node had; one that is just being started again has a few seconds."""
+    host, _, port = address.rpartition(":")
+    end_s = monotonic_s() + _CACHE_S
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+        except OSError as error:
+            if monotonic_s() > end_s:
+                return Result.BAD, f"the checkpoint cache at {address} is gone ({error}); start `eagleeye cache` again"
+            SystemClock().sleep_s(0.2)
+        else:
+            return Result.OK, f"the checkpoint cache at {address} answers"
+
+
+def all_checks(folder: Path, address: str, cache_address: str = "") -> dict[str, Check]:
+    """Return the checks by name. `folder` is shared with the other nodes, the addresses are those of this node and its cache."""
     return {
+        **({"cache": functools.partial(cache, cache_address)} if cache_address else {}),
         "shared folder": functools.partial(disk, folder),
         "disk": functools.partial(disk, Path(tempfile.gettempdir())),
         "memory": memory,

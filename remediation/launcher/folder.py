@@ -156,8 +156,9 @@ class FolderWatch:
         try:
             self._client = FolderClient(self._job, members[self._node], len(members), peers=dict(peers) or None)
             self._client.connect()
-            # what an earlier launcher of this node found spoiled is so for good
-            self.tell(Told(number, spoiled=self.others().get(self._node, self._told).spoiled))
+            # what any launcher ever found spoiled is so for good
+            spoiled = dict.fromkeys((*self._marked(), *(text for told in self.others().values() for text in told.spoiled)))
+            self.tell(Told(number, spoiled=tuple(spoiled)))
             if members[self._node] == 0:
                 plan, fetched = self._lead(number, members)
             else:
@@ -184,6 +185,8 @@ class FolderWatch:
     def _lead(self, number: int, members: Mapping[str, int]) -> tuple[Restore, Fetched | None]:
         """Find the newest generation that every node can fetch; return it, and this node's shard."""
         assert self._client is not None
+        for node in members:
+            self._wait(number, partial(self._arrived, node, number))
         spoiled = {text for told in self.others().values() for text in told.spoiled}
         failed: dict[str, str] = {}
         plan = Restore(number, token=secrets.token_hex(4))
@@ -191,16 +194,19 @@ class FolderWatch:
         while not plan.final:
             chosen = self._client.choose(spoiled | failed.keys())
             plan = replace(plan, attempt=max(chosen.attempt + 1, int(SystemClock().now_s())), generation=chosen.generation)
+            is_newest = chosen.generation is not None and chosen.generation >= (chosen.existed or "")
+            if chosen.unreached and not is_newest and monotonic_s() < until_s:
+                SystemClock().sleep_s(LOOK_S)  # a cache that is just starting
+                continue
             if chosen.generation is None:
-                existed = None if chosen.existed in spoiled else chosen.existed
-                if not existed and chosen.unreached and monotonic_s() < until_s:
-                    SystemClock().sleep_s(LOOK_S)  # a cache that is just starting
-                    continue
+                existed = max(filter(None, (chosen.existed, *failed)), default=None)
                 plan = replace(plan, final=True, problem=_why_nothing(existed, [*chosen.passed_over, *failed.values()]))
                 if not plan.problem and chosen.unreached:
                     plan = replace(plan, problem=f"not all caches could be asked ({'; '.join(chosen.unreached)}); start them")
                 self._announce(plan)
                 return plan, None
+            for note in chosen.passed_over:
+                self.say_once(f"passed over: {note}")
             self._announce(plan)
             fetched, problem = self._fetch(number, chosen.generation)
             problems = [problem] if problem else []
@@ -231,6 +237,10 @@ class FolderWatch:
         found = self._store.get("restore")
         plan = None if found is None else from_json(Restore, found[1])
         return plan if plan is not None and plan.round == number and (plan.final or plan.generation != last) else None
+
+    def _arrived(self, node: str, number: int) -> Told | None:
+        told = self.others().get(node)
+        return told if told is not None and told.round == number else None
 
     def _answer(self, node: str, plan: Restore) -> Told | None:
         told = self.others().get(node)
@@ -363,11 +373,25 @@ class FolderWatch:
 
     def tell(self, told: Told) -> None:
         """Write this node's document."""
+        if told.spoiled != self._told.spoiled:
+            # also into the folder: before a job is started again by hand, the documents are removed
+            self.folder.mkdir(parents=True, exist_ok=True)
+            beside = self.folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+            beside.write_text("\n".join(told.spoiled), encoding="utf-8")
+            beside.replace(self.folder / _mark(self._node))
         key = f"watch/{self._node}"
         found = self._store.get(key)
         if not self._store.put(key, to_json(told), found[0] if found is not None else 0):
             raise DataError(f"another launcher takes this node, {self._node}, for its own")
         self._told = told
+
+    def _marked(self) -> list[str]:
+        """Return the generations that earlier launchers of this node knew as spoiled."""
+        try:
+            text = (self.folder / _mark(self._node)).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return []  # the script may do with its folder as it likes
+        return re.findall(r"^\d{10}-\d{12}-[0-9a-f]{8}$", text, re.MULTILINE)
 
     @property
     def told(self) -> Told:
@@ -407,6 +431,8 @@ class _Saving:
         self._before = {path: signature(s) for path, s in found.items()}
         self._seen: dict[str, tuple[Signature, float]] = {}
         self._heard: dict[int, float] = {}
+        self._tried: dict[int, dict[str, Signature]] = {}
+        """The files of a step when it was first given to the cache: those that it has when the answer is lost."""
         self._saved: dict[int, dict[str, Signature]] = {}
         self._spoiled: set[int] = set()
         self._forms: frozenset[str] | None = None
@@ -504,13 +530,15 @@ class _Saving:
         # Only now: whoever was killed before this moment may have left behind what looks complete.
         if not _at_work(worker, pids):
             return
+        given = {path: signature(status) for path, status in files.items()}
+        tried = self._tried.setdefault(step, given)
         try:
             self._client.save(self._generation(step), folder, together, ROOM_S)
         except Changed:
             return
         except Held:
-            pass  # the answer was lost with the connection
-        self._saved[step] = {path: signature(status) for path, status in files.items()}
+            given = tried  # the answer was lost with the connection; what came since is late
+        self._saved[step] = given
         self._forms = _forms(files, step)
 
     def _generation(self, step: int) -> Generation:
@@ -540,7 +568,7 @@ def _listed(folder: Path, unfinished: bool = False) -> Found:
             continue
         for item in listing:
             path = f"{above}{item.name}"
-            if any(fnmatch.fnmatchcase(item.name, pattern) for pattern in LOGS):
+            if any(fnmatch.fnmatchcase(item.name, pattern) for pattern in (*LOGS, _mark("*"))):
                 continue
             if item.is_dir(follow_symlinks=False):
                 if not _unfinished(item.name) and not item.name.startswith("tmp"):
@@ -554,7 +582,7 @@ def _listed(folder: Path, unfinished: bool = False) -> Found:
 
 
 def _mark(node: str) -> str:
-    """Return the name of the file that tells who watches a folder: it shows when nodes share one."""
+    """Return the name of the file that tells who watches a folder: it shows when nodes share one. It holds what is spoiled."""
     return f".watched-by-{node}"
 
 

@@ -68,18 +68,23 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Why the ranks of `round` were stopped, and the newest step that they told of."""
+    """Why the ranks of `round` were stopped, and the newest step that they told of.
+
+    `vacated` is the node rank whose holder was taken out for it, None when nobody was.
+    """
 
     round: int
     reason: str
     step: int | None
+    vacated: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """The document ``job``, written by the leader of `term` only.
 
-    `members` are node ranks by node and `ids` their launchers; `peers` are the addresses of all checkpoint caches.
+    `members` are node ranks by node and `ids` their launchers; `peers` are the addresses of all checkpoint caches. `started_s`
+    is when the last member of a round had started its ranks or failed to; None until then.
     """
 
     job: str
@@ -107,8 +112,8 @@ class Job:
 class Request:
     """The document ``requests/OPERATION_ID``.
 
-    `round` is the round that the request wants to end. `taken` is the term of the leader that has seen it; until then it may be
-    `withdrawn`.
+    `round` is the round that the request wants to end; an eviction counts for no later one. `taken` is the term of the leader
+    that has seen it; until then it may be `withdrawn`.
     """
 
     kind: str
@@ -325,24 +330,48 @@ def _respond(job: Job, seen: Seen, request: Request, limits: Limits) -> tuple[Jo
     if job.phase in (Phase.DONE, Phase.FAILED):
         return job, Answer("permanent", f"job {name} has ended: {job.reason or job.phase.value}")
     if request.kind == "evict":
-        return _evict(job, seen, node, request.reason) if _settled(job, seen) else (job, None)
+        if _settled(job, seen) or request.round < job.round:
+            return _evict(job, seen, node, request)
+        return job, None
     if job.phase is Phase.RUNNING and request.round >= job.round:
         return _restart(job, seen, request.reason, limits), None
     return job, None
 
 
-def _evict(job: Job, seen: Seen, node: str, reason: str) -> tuple[Job, Answer]:
-    rest = {*_kept(job, seen), *_spares(job, seen)} - {node}
-    if len(rest) < job.min_nodes:
-        detail = f"no spare left: without {node} job {job.job} has {len(rest)} of the {job.min_nodes} nodes that it needs"
-        return job, Answer("permanent", detail)
-    before, job = job, replace(job, excluded={**job.excluded, node: reason})
+def _evict(job: Job, seen: Seen, node: str, request: Request) -> tuple[Job, Answer]:
+    why_not = _why_it_stays(job, seen, node, request)
+    if why_not:  # what prepared the eviction is taken back, or a healthy node could never hold ranks again
+        return replace(job, cordoned=tuple(n for n in job.cordoned if n != node)), Answer("permanent", why_not)
+    before, job = job, replace(job, excluded={**job.excluded, node: request.reason})
     detail = f"{node} was taken out of job {job.job}"
     if node in before.members and before.phase is Phase.RUNNING:
-        job = _form(_noted(job, seen, f"{node} was taken out: {reason}"), seen)
+        noted = _noted(job, seen, f"{node} was taken out: {request.reason}", vacated=job.members[node])
+        job = _form(noted, seen)
         heirs = [new for new in _by_rank(job) if new not in before.members]
         detail += f"; {', '.join(heirs) or 'nobody'} takes its place in round {job.round}"
     return job, Answer("done", detail)
+
+
+def _why_it_stays(job: Job, seen: Seen, node: str, request: Request) -> str | None:
+    """Return why a node is not taken out, None when it is: never for what is past, nor beside another loss, nor in vain."""
+    if request.round < job.round:
+        return f"job {job.job} was restarted since {node} was blamed, and what was found before counts no more"
+    if _finished(job, seen, node):
+        return f"the ranks of {node} have finished in order"
+    kept = _kept(job, seen)
+    gone = [other for other in _by_rank(job) if other != node and other not in kept]
+    if gone and job.phase is Phase.RUNNING:
+        return f"{', '.join(gone)} is gone, too, and what {node} is blamed for may come from that"
+    step = _newest_step(job, seen)
+    before = [
+        restart.step for restart in job.restarts if restart.vacated is not None and restart.vacated == job.members.get(node)
+    ]
+    if any(step is None or (at is not None and step <= at) for at in before):
+        return f"{node} got no further than the node in whose place it is, so another one would not help"
+    rest = {*kept, *_spares(job, seen)} - {node}
+    if len(rest) < job.min_nodes:
+        return f"no spare left: without {node} job {job.job} has {len(rest)} of the {job.min_nodes} nodes that it needs"
+    return None
 
 
 def _go_on(job: Job, seen: Seen, limits: Limits) -> Job:
@@ -352,6 +381,8 @@ def _go_on(job: Job, seen: Seen, limits: Limits) -> Job:
         return job if len(_kept(job, seen)) == len(job.members) else _form(job, seen)
     if job.phase is not Phase.RUNNING:
         return job
+    if job.started_s is None and _settled(job, seen):
+        job = replace(job, started_s=seen.now_s)
     if all(_finished(job, seen, node) for node in job.members):
         return replace(job, phase=Phase.DONE, reason="")
     nodes = broken(job, seen)
@@ -376,9 +407,15 @@ def _restart(job: Job, seen: Seen, reason: str, limits: Limits) -> Job:
     return _form(job, seen)
 
 
-def _noted(job: Job, seen: Seen, reason: str) -> Job:
+def _noted(job: Job, seen: Seen, reason: str, vacated: int | None = None) -> Job:
+    ended = Restart(job.round, reason, _newest_step(job, seen), vacated)
+    return replace(job, reason=reason, restarts=(*job.restarts, ended))
+
+
+def _newest_step(job: Job, seen: Seen) -> int | None:
+    """Return the newest step that any member tells of in the present round."""
     at = [a.step for n, a in seen.agents.items() if n in job.members and a.round == job.round and a.step is not None]
-    return replace(job, reason=reason, restarts=(*job.restarts, Restart(job.round, reason, max(at, default=None))))
+    return max(at, default=None)
 
 
 def _form(job: Job, seen: Seen) -> Job:
@@ -414,5 +451,4 @@ def _start(job: Job, seen: Seen) -> Job:
         peers=peers,
         master_address=first.address,
         master_port=first.free_port,
-        started_s=seen.now_s,
     )

@@ -58,6 +58,14 @@ def test_lines_of_a_log_alone_take_nobody_out() -> None:
     assert made.reason == "lines of a log alone take nobody out: why"
 
 
+@pytest.mark.parametrize("rule", ["process_lost", "stalled"])
+@pytest.mark.parametrize(("category", "goes"), [(Category.NODE, True), (Category.UNKNOWN, False), (Category.USER_CODE, False)])
+def test_a_fact_of_unknown_cause_takes_nobody_out(rule: str, category: Category, goes: bool) -> None:
+    made = plan(replace(incident(("n3",), category, 9), rule=rule), Settings(), SEEN)
+    assert made is not None
+    assert [(a.kind.value, a.target) for a in made.actions] == (out("n3") if goes else TELL)
+
+
 def test_more_verdicts_may_be_asked_for() -> None:
     assert plan(incident(verdicts=4), Settings(min_verdicts=5)) is None
     assert plan(incident(verdicts=5), Settings(min_verdicts=5)) is not None
@@ -172,8 +180,10 @@ def test_the_budget(nodes: tuple[str, ...], spares: tuple[str, ...], min_nodes: 
         (None, 100.0, 509.9, 490.0, False),
         (None, 100.0, 510.0, 490.0, True),
         (None, 100.0, 110.0, None, False),
-        ("vanished", 100.0, 100.0, 99.5, True),  # right after the start
-        ("vanished", 100.0, 100.0, 100.0, False),
+        ("vanished", 100.0, 105.0, 89.5, True),  # samples and clocks are sure to tell of this round
+        ("vanished", 100.0, 105.0, 90.0, False),
+        ("vanished", 100.0, 105.0, 99.5, False),  # right after the start they may tell of the ranks before
+        ("vanished", 100.0, 119.5, 99.5, True),  # unless it goes on
         ("vanished", 100.0, 120.9, 101.0, False),  # it was found before this round, which may have cured it
         ("vanished", 100.0, 121.0, 101.0, True),  # and goes on in it
         ("vanished", 100.0, 900.0, None, False),
@@ -242,8 +252,8 @@ def test_no_plan_ever_breaks_its_bounds(one: Incident, limits: Settings, view: J
     assert len((set(view.nodes) | set(view.spares)) - set(evicted)) >= view.min_nodes
     assert view.running_since_s is not None
     assert one.last_anomalous_s > view.running_since_s
-    assert one.rule is None or one.opened_s > view.running_since_s
-    assert one.rule is not None or one.last_anomalous_s >= view.running_since_s + limits.settle_s + limits.patience_s
+    settled_s = view.running_since_s + limits.settle_s
+    assert (one.rule is not None and one.opened_s > settled_s) or one.last_anomalous_s >= settled_s + limits.patience_s
 
 
 @given(incidents(), VIEWS)

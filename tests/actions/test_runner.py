@@ -282,7 +282,9 @@ def test_a_look_that_fails_in_the_middle_is_repeated(bench: Callable[..., Bench]
     assert one.cluster.effects == IDS
 
 
-def test_a_plan_waits_while_the_job_restarts_by_itself(bench: Callable[..., Bench]) -> None:
+@pytest.fixture
+def restarted(bench: Callable[..., Bench]) -> Bench:
+    """A plan was begun, and nothing was touched yet when the job restarted by itself."""
     one = bench()
     one.cluster.fails = {ActionKind.CORDON: [TransientError("busy")]}
     one.turn(INCIDENT)
@@ -290,9 +292,35 @@ def test_a_plan_waits_while_the_job_restarts_by_itself(bench: Callable[..., Benc
     for _ in range(100):
         one.clock.sleep_s(1.0)
         assert one.turn(INCIDENT) == []
-    one.cluster.view = replace(VIEW, running_since_s=1100.0)
-    one.turn(INCIDENT)
-    assert one.cluster.effects == IDS
+    one.cluster.view = replace(VIEW, running_since_s=one.clock.now_s())
+    return one
+
+
+def test_a_plan_waits_while_the_job_restarts_by_itself_and_for_evidence_of_the_new_round(restarted: Bench) -> None:
+    settled_s = restarted.clock.now_s() + 20.0
+    for last_s in (950.0, settled_s - 0.1):
+        assert restarted.turn(replace(INCIDENT, last_anomalous_s=last_s)) == []
+    assert restarted.cluster.effects == IDS[:1]
+    restarted.turn(replace(INCIDENT, last_anomalous_s=settled_s))
+    assert restarted.cluster.effects == IDS
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        ((), "job llm was started anew since this was planned, and nothing is found there any more"),
+        (
+            (replace(INCIDENT, state=IncidentState.CLOSED, closed_s=1110.0),),
+            "job llm was started anew since this was planned, and nothing is found there any more",
+        ),
+        ((replace(INCIDENT, nodes=("n7",), last_anomalous_s=1120.0),), "n7 is no longer part of job llm: why"),
+    ],
+)
+def test_a_restart_that_cured_the_job_ends_the_plan(restarted: Bench, told: tuple[Incident, ...], sentence: str) -> None:
+    assert f"  permanent: {sentence}" in restarted.turn(*told)
+    restarted.clock.sleep_s(60.0)
+    assert restarted.turn(*told) == []
+    assert restarted.cluster.effects == IDS[:1]
 
 
 def test_a_job_that_started_anew_is_not_restarted_once_more(bench: Callable[..., Bench]) -> None:
@@ -358,6 +386,21 @@ def test_the_round_that_was_broken_is_no_evidence_while_it_still_seems_to_run(be
     assert one.cluster.effects == IDS
     told = one.turn(replace(INCIDENT, id="c3", nodes=(), ranks=()))
     assert told == ["incident c3 of job llm: nobody is to blame, so nobody is taken out: why", "  done: notify llm"]
+
+
+@pytest.mark.parametrize("told_s", [NOW_S - 20.0, NOW_S + 61.0])
+def test_a_leader_whose_clock_is_wrong_makes_no_old_evidence_new(bench: Callable[..., Bench], told_s: float) -> None:
+    """The job restarts by itself at 1060; its leader's clock is 80 s behind, or right."""
+    one = bench()
+    one.cluster.view = replace(VIEW, running_since_s=None)
+    lost = replace(INCIDENT, rule="process_lost", category=Category.NODE, opened_s=1050.0, last_anomalous_s=1055.0)
+    assert one.turn(lost) == []
+    one.clock.sleep_s(61.0)
+    one.cluster.view = replace(VIEW, running_since_s=told_s)
+    assert one.turn(lost) == []
+    one.clock.sleep_s(30.0)
+    assert one.turn(replace(lost, last_anomalous_s=1080.9)) == []
+    assert one.turn(replace(lost, last_anomalous_s=1081.0)) != []
 
 
 def test_a_backend_that_sees_no_jobs_takes_its_time_too(bench: Callable[..., Bench]) -> None:

@@ -617,6 +617,6 @@ def test_a_cache_that_stands_still_is_one_sentence(cluster: Any) -> None:
         os.kill(nodes[0].pid, signal.SIGSTOP)
         client.save(2, STATE)  # its memory was waiting
         with pytest.raises(CannotRun, match="the cache does not answer; is it stopped"):
-            client.save(3, STATE)
+            client.save(3, STATE).wait()
         os.kill(nodes[0].pid, signal.SIGCONT)
         saved(client, 9, "cached", "persistent")

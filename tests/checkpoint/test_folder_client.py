@@ -73,7 +73,7 @@ def test_every_node_gets_its_own_files_back(three: Any, tmp_path: Path, poll: Ca
         assert (to / "a/b/x").stat().st_mode & 0o777 == 0o640
     with pytest.raises(UsageError, match="step 7 was saved already by rank 0"):
         clients[0].save(gen(7), tmp_path, {})
-    assert clients[0].choose(exclude=[str(gen(7))]).existed == str(gen(7))
+    assert (chosen.existed, clients[0].choose(exclude=[str(gen(7))]).existed) == (str(gen(7)), None)
     for client in clients:
         client.close()
 

@@ -1,10 +1,11 @@
 import json
 import math
 import re
+import weakref
 from collections import OrderedDict
 from mmap import mmap
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -372,6 +373,56 @@ def test_a_walker_unties_what_was_tied() -> None:
     state["model"][1].weight = torch.nn.Parameter(torch.randn(4, 4))
     same_flat(walker, state)
     assert len(walker.flatten(state).tensors) == 4
+
+
+class Pair(NamedTuple):
+    """A tuple of a class of its own."""
+
+    first: Any
+    second: Any
+
+
+class Row(list[Any]):
+    """A list of a class of its own."""
+
+
+def test_a_walker_looks_into_lists_and_tuples_of_any_class() -> None:
+    state: dict[str, Any] = {"pair": Pair([1], torch.ones(2)), "row": Row([1, 2]), "size": torch.Size([3, 4])}
+    walker = Walker()
+    same_flat(walker, state)
+    assert same_flat(walker, state)
+    state["pair"].first[0] = state["row"][1] = 5
+    assert same_flat(walker, state)
+    assert walker.flatten(state).values == [5, 1, 5, 3, 4]
+    state["row"].append(6)
+    assert not same_flat(walker, state)
+
+
+def test_a_walker_unties_what_is_transposed_in_place() -> None:
+    square = torch.arange(4.0).view(2, 2)
+    state = {"a": square, "b": square.view(2, 2), "c": torch.ones(2, 2)}
+    walker = Walker()
+    same_flat(walker, state)
+    assert same_flat(walker, state)
+    state["b"].t_()
+    assert not same_flat(walker, state)
+    assert len(walker.flatten(state).tensors) == 3
+
+
+def test_a_walker_does_not_hold_what_an_object_makes_anew_each_time() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Average:
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            tensor = torch.ones(10)
+            made.append(weakref.ref(tensor))
+            return {"average": tensor}
+
+        def load_state_dict(self, state_dict: Any) -> None: ...
+
+    walker = Walker()
+    assert [tensor.tolist() for tensor in walker.flatten({"a": Average()}).tensors] == [[1.0] * 10]
+    assert [reference() for reference in made] == [None, None]
 
 
 def test_a_walker_refuses_what_becomes_unsavable() -> None:

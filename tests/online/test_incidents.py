@@ -1,12 +1,14 @@
 """Incidents: verdicts of many ticks become one trouble with a beginning and an end."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagleeye.online.incidents import QUIET_S, advance, close_unwatched, incident_id
+from eagleeye.actions.policy import Settings, plan
+from eagleeye.online.incidents import QUIET_S, RELAPSE_S, advance, close_unwatched, incident_id
 from eagleeye.records import Category, Decision, Incident, IncidentState, Scope, Suspect, Verdict
 
 
@@ -55,7 +57,7 @@ def test_a_node_that_is_learned_later() -> None:
     (incident,) = after(verdict(100), verdict(102), verdict(105, "n3", why="clear now"), verdict(110))
     assert incident.id == first.id
     assert (incident.nodes, incident.ranks, incident.category, incident.reason) == (("n3",), (3,), Category.GPU, "clear now")
-    assert (incident.verdict_count, incident.last_anomalous_s) == (1, 110), "only one verdict spoke against the node"
+    assert (incident.verdict_count, incident.opened_s, incident.last_anomalous_s) == (1, 105, 105), "only one verdict spoke so"
     assert advance((incident,), verdict(115, "n3"))[0].verdict_count == 2
 
 
@@ -64,6 +66,38 @@ def test_a_verdict_that_names_nobody_is_no_evidence_against_a_node() -> None:
     assert (incident.nodes, incident.verdict_count, incident.last_anomalous_s) == (("n3",), 2, 115)
     (nameless,) = after(verdict(100), verdict(105), verdict(110))
     assert (nameless.nodes, nameless.verdict_count) == ((), 3)
+
+
+def test_a_fault_of_everybody_does_not_prove_the_patience_of_an_older_suspicion() -> None:
+    """Blamed twice in five seconds; a minute later the network of all is slow, and nobody is named."""
+    (incident,) = after(verdict(100, "n3"), verdict(105, "n3"), verdict(125, decision=Decision.UNSURE), verdict(160))
+    assert (incident.verdict_count, incident.last_anomalous_s) == (2, 105)
+    assert plan(incident, Settings()) is None
+
+
+def test_a_fault_of_everybody_that_fades_last_on_one_node_does_not_count_against_it() -> None:
+    (incident,) = after(verdict(100), verdict(160), verdict(165, "n3"), verdict(170, "n3"))
+    assert plan(incident, Settings()) is None
+    assert plan(advance((incident,), verdict(175, "n3"))[0], Settings()) is not None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"category": Category.USER_CODE, "rule": "process_lost"}, {"category": Category.UNKNOWN, "rule": "log_burst"}]
+)
+def test_what_may_be_the_users_code_is_no_evidence_for_an_older_suspicion(changes: dict[str, Any]) -> None:
+    incidents = after(verdict(100, "n3"))
+    assert advance(incidents, replace(verdict(130, "n3"), **changes)) == incidents
+    own = advance((), replace(verdict(100, "n3"), **changes))
+    assert advance(own, replace(verdict(105, "n3"), **changes))[0].verdict_count == 2
+
+
+def test_two_odd_moments_with_a_good_while_between_are_two_incidents() -> None:
+    well = [verdict(s, decision=Decision.NORMAL) for s in (105, 130, 135)]
+    first, second = after(verdict(100, "n3"), *well, verdict(140, "n3"), verdict(145, "n3"))
+    assert (first.state, first.closed_s, second.opened_s) == (IncidentState.CLOSED, 100 + RELAPSE_S, 140)
+    assert plan(second, Settings()) is None
+    soon = after(verdict(100, "n3"), verdict(105, decision=Decision.NORMAL), verdict(110, "n3"))
+    assert len(soon) == 1
 
 
 def test_other_nodes_are_another_incident() -> None:
@@ -82,7 +116,7 @@ def test_several_ranks_of_one_node_name_it_once() -> None:
     ("decision", "closes"), [(Decision.NORMAL, True), (Decision.NOT_APPLICABLE, True), (Decision.UNSURE, False)]
 )
 def test_close_only_after_quiet_and_only_when_well(decision: Decision, closes: bool) -> None:
-    opened = verdict(100, "n3")
+    opened = replace(verdict(100, "n3"), rule="process_lost")
     assert after(opened, verdict(100 + QUIET_S - 1, decision=decision))[0].state is IncidentState.OPEN
     (incident,) = after(opened, verdict(100 + QUIET_S, decision=decision))
     assert (incident.state, incident.closed_s) == ((IncidentState.CLOSED, 220) if closes else (IncidentState.OPEN, None))
@@ -130,15 +164,17 @@ def test_no_state_is_skipped_and_other_jobs_are_left_alone(sequence: list[tuple[
                 assert new == old
             continued = new.last_anomalous_s != old.last_anomalous_s
             if new.nodes != old.nodes:
-                assert (continued, new.verdict_count) == (True, 1)
+                assert (continued, new.verdict_count, new.opened_s) == (True, 1, now_s)
             else:
-                named_or_nameless = bool(said.suspects) or not old.nodes
-                assert new.verdict_count - old.verdict_count == (continued and named_or_nameless)
+                assert new.verdict_count - old.verdict_count == continued
+                assert not continued or said.suspects or not old.nodes
             assert (new.closed_s is not None) == (new.state is IncidentState.CLOSED)
             assert old.nodes in ((), new.nodes)
         assert all(i.verdict_count == 1 for i in added)
+        silenced = [i for i in before if i.job == job and i.state is IncidentState.OPEN][:1]
+        silenced = [i for i in silenced if i.nodes]
         touched = [new for new in incidents if new.last_anomalous_s == now_s]
-        assert len(touched) == (decision is Decision.ANOMALOUS)
+        assert len(touched) == (decision is Decision.ANOMALOUS and bool(said.suspects or not silenced))
 
 
 def test_a_job_that_nobody_reports_any_more_closes_after_quiet() -> None:

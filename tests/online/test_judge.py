@@ -187,6 +187,26 @@ def test_a_node_must_be_suspected_for_a_while(stream: Callable[..., Any]) -> Non
     assert blamed - suspected == 30.0
 
 
+def test_ranks_that_begin_again_are_not_compared_yet(stream: Callable[..., Any]) -> None:
+    """A job without a hook restarts in place, and rank 0 prepares something for all while the others wait for it."""
+    made = stream()
+    up = np.ones_like(made.columns["gpu_power_watts"])
+    up[:, FAULT : FAULT + 3] = 0.0
+    made.columns["process_up"] = up
+    made.columns["gpu_power_watts"][0, FAULT : FAULT + 15] *= 0.5
+    made.columns["gpu_sm_clock_hertz"][0, FAULT : FAULT + 15] *= 0.5
+    verdicts = judged(made, [*range(0, FAULT, 5), *range(FAULT, FAULT + 40)])
+    assert Decision.ANOMALOUS not in said(verdicts)
+    assert verdicts[-30].reason == "ranks were started a moment ago"
+    assert verdicts[-1].decision is Decision.NORMAL
+    left = stream()
+    left.columns["process_up"] = np.ones_like(up)
+    left.columns["process_up"][7, FAULT:] = 0.0
+    left.columns["gpu_sm_clock_hertz"][5, FAULT:] *= 0.6
+    left.columns["gpu_power_watts"][5, FAULT:] *= 0.6
+    assert {s.rank for s in judged(left, range(0, 260, 5))[-1].suspects} == {5}, "one that left for good hides nobody"
+
+
 def test_a_change_of_the_whole_job_blames_nobody(stream: Callable[..., Any]) -> None:
     made = stream()
     made.columns["gpu_power_watts"][:, FAULT:] *= 0.5

@@ -155,9 +155,41 @@ def test_an_exception_of_its_own(facts: Facts) -> None:
 
 
 def test_the_first_to_vanish_while_the_rest_hangs(facts: Facts) -> None:
-    window = lost(facts, [1, 0, 0, 1], [NAN, 5.2, 9.0, NAN], [NAN] * 4, [NAN] * 4, step_age=[25.0, NAN, NAN, 25.0])
+    window = lost(facts, [1, 0, 0, 1], [NAN, 5.2, 9.0, NAN], [0] * 4, [0] * 4, step_age=[25.0, NAN, NAN, 25.0])
     assert told(window) == ("process_lost", Category.NODE, Scope.RANK, (2,))
     assert found(window).reason == "the process of rank 2 on n2 vanished without a word; it vanished first"
+
+
+@pytest.mark.parametrize(
+    ("up", "phase", "blamed"),
+    [
+        ([[1] * 6, [1, 0, 0, 0, 0, 0], [1] * 6, [1] * 6], 1, True),
+        ([[1, 0, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0], [1, 0, 0, 1, 1, 1], [1] * 6], 1, False),  # the others were started again
+        ([[1] * 6, [1, 0, 0, 0, 0, 0], [1] * 6, [1] * 6], 0, False),  # faster than anybody looked, and have not begun to train
+        ([[0, 0, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]], 1, True),  # it was there, too
+    ],
+)
+def test_a_rank_that_is_slow_to_begin_again_has_not_vanished(
+    facts: Facts, up: list[list[float]], phase: float, blamed: bool
+) -> None:
+    """What its neighbours logged before the restart still lies in the window of the logs."""
+    exit_age_s = 5.0 * sum(value == 0 for value in up[1][2:]) + 1.0
+    window = lost(facts, up, [NAN, exit_age_s, NAN, NAN], [0, 0, 3, 3], [0, 0, 3, 3], phase)  # type: ignore[arg-type]
+    finding = check(window, Limits())
+    assert (finding and finding.ranks) == ((1,) if blamed else None)
+
+
+def test_where_no_log_is_watched_an_exception_looks_like_a_kill(facts: Facts) -> None:
+    window = lost(facts, [1, 0, 0, 1], [NAN, 5.2, 9.0, NAN], [NAN] * 4, [NAN] * 4, step_age=[25.0, NAN, NAN, 25.0])
+    assert told(window) == ("process_lost", Category.UNKNOWN, Scope.RANK, (2,))
+    assert "rank 2 on n2 vanished, and no log is watched that could tell why; it vanished first" in found(window).reason
+
+
+def test_a_silent_death_beside_a_silent_node_may_be_its_doing(facts: Facts) -> None:
+    """n1 is down and tells nothing; n2's rank dies of that without a word, and the others complain."""
+    window = lost(facts, [0, NAN, 0, 0], [5.0, NAN, 5.2, 4.8], [3, NAN, 0, 4], [3, NAN, 0, 4])
+    assert told(window) == ("process_lost", Category.UNKNOWN, Scope.RANK, (2,))
+    assert "rank 2 on n2 vanished while n1 sent nothing and may be the cause" in found(window).reason
 
 
 def test_all_vanish_and_no_log_is_watched(facts: Facts) -> None:
@@ -228,7 +260,11 @@ def standing(facts: Facts, age: list[float] | None = None, phase: list[float] | 
 @pytest.mark.parametrize(
     ("columns", "after_s", "why"),
     [
-        ({"process_stopped_ratio": [0, 0, 1, 0]}, 20, "its process is stopped"),
+        (
+            {"process_stopped_ratio": [0, 0, 1, 0], "train_heartbeat_age_seconds": [0.5, 0.5, 20, 0.5]},
+            20,
+            "its process is stopped",
+        ),
         ({"train_heartbeat_age_seconds": [0.5, 0.5, 20, 0.5]}, 20, "its process shows no sign of life"),
         ({"train_step_count": [8, 9, 6, 8]}, 300, "it is steps behind the others"),
         ({"train_collective_ratio": [1, 1, 0, 1]}, 300, "the others wait for it in a collective that it has not entered"),
@@ -245,6 +281,18 @@ def test_a_job_stands_still_because_of_one(facts: Facts, columns: dict[str, list
 def test_a_sign_of_life_may_be_two_samples_old(facts: Facts) -> None:
     assert check(standing(facts, train_heartbeat_age_seconds=[0.5, 0.5, 15.0, 0.5]), Limits()) is None
     assert told(standing(facts, train_heartbeat_age_seconds=[0.5, 0.5, 15.1, 0.5]))[3] == (2,)
+
+
+@pytest.mark.parametrize("heartbeat", [[0.5] * 4, [NAN] * 4])
+@pytest.mark.parametrize("waited_s", [20, 59, 299])
+def test_rank_0_waits_for_the_disk_to_which_it_writes_a_checkpoint(
+    facts: Facts, waited_s: float, heartbeat: list[object]
+) -> None:
+    """Uninterruptible sleep looks like a process that was stopped; it is named for whoever is told, but nobody is taken out."""
+    columns: dict[str, list[object]] = {"process_stopped_ratio": [1, 0, 0, 0], "train_heartbeat_age_seconds": heartbeat}
+    window = standing(facts, age=[waited_s] * 4, **columns)
+    assert told(window) == ("stalled", Category.UNKNOWN, Scope.RANK, (0,))
+    assert found(window).reason.endswith("rank 0 on n0: its process is stopped, or waits for a disk")
 
 
 @pytest.mark.parametrize("waited_s", [5, 15, 25, 45, 59, 62, 120, 299])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -37,9 +38,10 @@ def running(
     job = step(job, agents)
     assert (job.phase, job.round) == (Phase.RESTARTING, 1)
     agents = {n: replace(a, round=1) for n, a in agents.items()}
-    job = step(job, agents, now_s=77.0)
-    assert (job.phase, job.started_s) == (Phase.RUNNING, 77.0)
-    return job, {n: replace(a, state=State.RUNNING if n in job.members else State.READY) for n, a in agents.items()}
+    job = step(job, agents, now_s=76.0)
+    assert (job.phase, job.started_s) == (Phase.RUNNING, None)
+    agents = {n: replace(a, state=State.RUNNING if n in job.members else State.READY) for n, a in agents.items()}
+    return step(job, agents, now_s=77.0), agents
 
 
 def acted(job: Job, agents: dict[str, Agent]) -> dict[str, Agent]:
@@ -279,7 +281,7 @@ def test_an_eviction_puts_the_spare_in_its_place_and_leaves_the_others() -> None
     [
         ((), (), "n2", "no spare left: without n2 job j has 2 of the 3 nodes that it needs"),
         (("n4",), ("n4",), "n2", "no spare left: without n2 job j has 2 of the 3 nodes that it needs"),
-        (("n4",), ("n1",), "n2", "no spare left: without n2 job j has 2 of the 3 nodes that it needs"),
+        (("n4", "n5"), ("n1",), "n2", "n1 is gone, too, and what n2 is blamed for may come from that"),
         (("n4",), (), "n77", "n77 is no node of job j"),
     ],
 )
@@ -290,12 +292,19 @@ def test_an_eviction_is_refused(spares: tuple[str, ...], lost: tuple[str, ...], 
     assert (after.excluded, after.round) == ({}, 1)
 
 
+def test_of_two_evictions_at_once_one_is_done() -> None:
+    """The other one rests on what was found before the restart, which may have been the doing of the first."""
+    job, agents = running(spares=("n4", "n5", "n6"))
+    job, answers = rounds.advance(job, Seen(agents), {"op1": evict("n2"), "op2": evict("n3")}, LIMITS)
+    void = Answer("permanent", "job j was restarted since n3 was blamed, and what was found before counts no more")
+    assert (answers["op2"], list(job.excluded)) == (void, ["n2"])
+    assert ask(job, agents, evict("n3"))[1] == void
+
+
 def test_two_evictions_are_done_one_after_the_other() -> None:
     job, agents = running(spares=("n4", "n5", "n6"))
-    both = {"op1": evict("n2"), "op2": evict("n3")}
-    job, answers = rounds.advance(job, Seen(agents), both, LIMITS)
-    assert (set(answers), list(job.excluded)) == ({"op1"}, ["n2"])
-    rest = {"op2": both["op2"]}
+    job, _ = ask(job, agents, evict("n2"))
+    rest = {"op2": evict("n3", 2)}
     while job.phase is Phase.RESTARTING:
         job, answers = rounds.advance(job, Seen(agents), rest, LIMITS)
         assert answers == {}, "the first replacement is still under way"
@@ -304,6 +313,77 @@ def test_two_evictions_are_done_one_after_the_other() -> None:
     assert answers == {}, "the ranks of the new round are not started yet"
     job, answers = rounds.advance(job, Seen(acted(job, agents)), rest, LIMITS)
     assert (set(answers), list(job.excluded), job.round) == ({"op2"}, ["n2", "n3"], 3)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"state": State.LEFT}, {"state": State.BROKEN}, {"id": "new", "state": State.WARMING}],
+)
+def test_nobody_is_taken_out_beside_a_node_that_left(changed: dict[str, Any]) -> None:
+    """What n2 is blamed for may be n1's end; and two would be out at once."""
+    job, agents = running(spares=("n4", "n5"))
+    job, answer = ask(job, agents | {"n1": replace(agents["n1"], **changed)}, evict("n2"), watched=True)
+    assert answer == Answer("permanent", "n1 is gone, too, and what n2 is blamed for may come from that")
+    assert (job.excluded, job.members["n2"]) == ({}, 1)
+
+
+def test_an_eviction_that_is_refused_leaves_no_trace() -> None:
+    """A node that stays must be able to hold ranks again when its launcher begins anew."""
+    job, agents = running(spares=())
+    job, _ = ask(job, agents, Request("cordon", "n2", "", 1))
+    job, answer = ask(job, agents, evict("n2"))
+    assert (answer is not None and answer.result, job.cordoned, job.excluded) == ("permanent", (), {})
+    agents["n2"] = replace(agent("n2"), id="new")
+    assert step(job, agents).members == {"n1": 0, "n2": 1, "n3": 2}
+
+
+def test_a_node_whose_ranks_have_finished_stays() -> None:
+    """The others may still write the last checkpoint, and a vanished process looks bad from outside."""
+    job, agents = running()
+    done = agents | {"n2": replace(agents["n2"], state=State.DONE, exit_codes={"0": 0, "1": 0})}
+    after, answer = ask(job, done, evict("n2"))
+    assert answer == Answer("permanent", "the ranks of n2 have finished in order")
+    assert (after.round, after.excluded) == (1, {})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "stays"),
+    [(5, 5, True), (5, 4, True), (None, None, True), (5, None, True), (5, 6, False), (None, 1, False)],
+)
+@pytest.mark.parametrize("between", [False, True])
+def test_a_rank_that_fails_on_two_nodes_alike_costs_no_second_node(
+    first: int | None, second: int | None, stays: bool, between: bool
+) -> None:
+    job, agents = running(spares=("n4", "n5"))
+    job, _ = ask(job, failed(agents, "n2", first), evict("n2"))
+    for _ in range(2):
+        job = step(job, acted(job, agents))
+        agents = acted(job, agents)
+    if between:  # a restart in place does not make it another trouble
+        job = step(job, failed(agents, "n4", second))
+        for _ in range(2):
+            job = step(job, acted(job, agents))
+            agents = acted(job, agents)
+    after, answer = ask(job, failed(agents, "n4", second), evict("n4", job.round), watched=True)
+    assert answer is not None
+    assert ("n4" not in after.excluded, answer.result == "permanent") == (stays, stays)
+    assert not stays or answer.detail == "n4 got no further than the node in whose place it is, so another one would not help"
+    assert "n3" in ask(job, agents, evict("n3", job.round))[0].excluded, "another rank is another matter"
+
+
+def test_a_round_counts_as_started_when_the_last_member_has_begun() -> None:
+    """Hooks and slow disks make nodes begin minutes apart; a process that is not there yet looks like one that vanished."""
+    job, agents = running()
+    job = step(job, failed(agents, "n2"))
+    ready = acted(job, agents)
+    job = step(job, ready, now_s=100.0)
+    begun = acted(job, ready)
+    assert (job.phase, job.started_s) == (Phase.RUNNING, None)
+    job = step(job, begun | {"n3": ready["n3"]}, now_s=150.0)
+    assert job.started_s is None
+    job = step(job, begun, now_s=200.0)
+    assert job.started_s == 200.0
+    assert step(job, begun, now_s=300.0).started_s == 200.0
 
 
 def test_an_eviction_comes_before_a_restart_in_place() -> None:

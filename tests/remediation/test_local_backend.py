@@ -13,7 +13,7 @@ import pytest
 
 from eagleeye.errors import AmbiguousError, PermanentError, TransientError
 from eagleeye.records import Action, ActionKind, Result, to_json
-from remediation.launcher.rounds import Job, Phase
+from remediation.launcher.rounds import Job, Phase, Request
 from remediation.launcher.store import FolderStore
 from remediation.local import Local, Settings
 
@@ -121,6 +121,54 @@ def test_a_job_whose_rank_just_failed_still_counts_as_running(fleet: Any) -> Non
     assert backend.observe("j").running_since_s == before.running_since_s
 
 
+FAILS_SILENTLY_AT_5 = """
+from eagleeye.collect import progress
+progress.step(5)
+(folder / f"at-5-{me}").touch()
+while os.environ["RANK"] != "1" or len(list(folder.glob(f"at-5-round{round_}-*"))) < 3: time.sleep(0.01)
+os._exit(17)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_wherever_it_runs_costs_one_node_at_most(fleet: Any) -> None:
+    """It says nothing when it ends, and whoever judges takes that for a broken node, round after round."""
+    fleet.start_all(FAILS_SILENTLY_AT_5, spares=2, verdict_wait_s=2.0, max_restarts=2)
+    refused = []
+    for number in range(1, 5):
+        hands(fleet).watch("j")
+        fleet.wait_for(lambda number=number: fleet.job().round >= number or fleet.job().phase is Phase.FAILED)
+        if fleet.job().phase is Phase.FAILED:
+            break
+        (node,) = [name for name, rank in fleet.job().members.items() if rank == 1]
+        fleet.wait_for(
+            lambda node=node, number=number: (fleet.agent(node).state.value, fleet.agent(node).round) == ("failed", number)
+        )
+        try:
+            evict(fleet, node, f"i{number}-evict-{node}")
+        except PermanentError as error:
+            refused.append(str(error))
+        fleet.wait_for(lambda number=number: fleet.job().round > number or fleet.job().phase is Phase.FAILED)
+    assert list(fleet.job().excluded) == ["node1"]
+    assert set(refused) == {"node3 got no further than the node in whose place it is, so another one would not help"}
+    assert fleet.codes("node0", "node1", "node2", "node3", "node4") == [93, 94, 93, 93, 93]
+
+
+@pytest.mark.slow
+def test_a_node_whose_launcher_sleeps_saves_the_others(fleet: Any) -> None:
+    """Whoever is blamed while another node is silent stays; and the sleeper is no loss when it wakes in time."""
+    fleet.start_all(spares=2, verdict_wait_s=60.0)
+    hands(fleet).watch("j")
+    os.kill(fleet.launchers["node0"].pid, signal.SIGSTOP)
+    fleet.wait_for(lambda: fleet.job().lost == ("node0",))
+    with pytest.raises(PermanentError, match="node0 is gone, too, and what node1 is blamed for may come from that"):
+        evict(fleet, "node1")
+    os.kill(fleet.launchers["node0"].pid, signal.SIGCONT)
+    fleet.wait_for(lambda: fleet.job().lost == ())
+    assert (fleet.job().round, fleet.job().excluded, fleet.job().cordoned) == (1, {}, ())
+    assert all(fleet.alive(fleet.pid(1, rank)) for rank in range(3))
+
+
 @pytest.mark.slow
 def test_the_leader_itself_is_taken_out(fleet: Any) -> None:
     fleet.start_all(spares=2)
@@ -146,19 +194,31 @@ def test_two_evictions_at_once_never_cost_more_than_one_node_at_a_time(fleet: An
                 versions.append((job.round, job.phase.value, len(job.excluded)))
 
     outcomes: dict[str, tuple[Result, str]] = {}
-    threads = [
-        threading.Thread(target=lambda node=node: outcomes.update({node: evict(fleet, node, f"i{node}-evict-{node}")}))
-        for node in ("node0", "node2")
-    ]
+    refused: list[str] = []
+
+    def ask(node: str) -> None:
+        request = Request("evict", node, "its GPU is slow", 1)  # both were blamed in the first round
+        fleet.store.put(f"requests/i{node}-evict-{node}", to_json(request), 0)
+        try:
+            outcomes[node] = evict(fleet, node, f"i{node}-evict-{node}")
+        except PermanentError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=ask, args=(node,)) for node in ("node0", "node2")]
     watcher = threading.Thread(target=watch)
     for thread in (watcher, *threads):
         thread.start()
     for thread in threads:
         thread.join()
+    (out,) = outcomes
+    fleet.wait_for_round(2)
+    (stays,) = {"node0", "node2"} - {out}
+    outcomes[stays] = evict(fleet, stays, f"i3-evict-{stays}")  # what is found in the new round is another matter
     fleet.wait_for_round(3)
     fleet.wait_for(lambda: fleet.job().phase is Phase.RUNNING)
     over.set()
     watcher.join()
+    assert [sentence.endswith("blamed, and what was found before counts no more") for sentence in refused] == [True]
     assert {result for result, _ in outcomes.values()} == {Result.DONE}
     assert {excluded - number for number, _, excluded in versions} == {-1}, "each round takes out one more node"
     assert (fleet.job().round, len(fleet.job().excluded)) == (3, 2)

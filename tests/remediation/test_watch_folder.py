@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 
+from checkpoint.files import FolderClient
 from checkpoint.listing import table
-from eagleeye.errors import UsageError
+from checkpoint.manifest import Generation
+from eagleeye.errors import DataError, UsageError
+from eagleeye.records import to_json
 from remediation.launcher.agent import Settings
 from remediation.launcher.folder import FolderWatch, NotFit
-from remediation.launcher.rounds import Phase
+from remediation.launcher.rounds import Job, Phase
 from remediation.launcher.store import FolderStore
 
 EAGLEEYE = [sys.executable, "-c", "import sys; from eagleeye.cli import main; sys.exit(main(sys.argv[1:]))"]
@@ -291,6 +294,54 @@ def test_a_file_that_comes_late_spoils_its_step(fleet: Any, caches: Caches) -> N
     assert aside == [b"changed"]
     assert "1 file set aside in .not-restored/2-" in fleet.log("node2")
     assert "1 file of step 100 set aside in .not-restored/2-" in fleet.log("node2")
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_count_never_does(fleet: Any, caches: Caches) -> None:
+    """Also when the job is started again by hand, for which the launchers' documents are removed."""
+    caches.start_all(spares=0)
+    for step in (50, 100):
+        caches.tell(step)
+        caches.wait_until_saved(step)
+    (caches.folder("node1") / "checkpoint_000100" / "optimizer.pt").write_bytes(b"too late")
+    fleet.wait_for(lambda: "watch: step 100 does not count" in fleet.log("node1"))
+    fleet.wait_for(lambda: (fleet.store.get("watch/node1") or (0, {"spoiled": ()}))[1]["spoiled"])
+    for launcher in fleet.launchers.values():
+        launcher.terminate()
+    fleet.codes("node0", "node1", "node2")
+    shutil.rmtree(fleet.rendezvous / "j")
+    for path in (*fleet.folder.glob("round1-*"), *fleet.folder.glob("resumed-*")):
+        path.unlink()
+    for n in range(3):
+        caches.launch(f"node{n}", SAVES_WHEN_TOLD)
+    fleet.wait_for_round(1)
+    assert [caches.resumed(1, rank) for rank in range(3)] == [50, 50, 50]
+
+
+def test_a_job_whose_only_good_step_is_damaged_is_not_started_anew(fleet: Any, caches: Caches) -> None:
+    """Not even if a newer step is known that does not count."""
+    caches.start("n")
+    caches.patch.setenv("EAGLEEYE_CHECKPOINT__RUN_DIR", str(fleet.folder / "n" / "run"))
+    good, spoiled = (Generation(7, step, "abcdef00") for step in (50, 100))
+    (fleet.folder / "step-50.pt").write_bytes(b"of step 50" * 1000)
+    client = FolderClient("j.files", 0, 1)
+    for generation in (good, spoiled):
+        client.save(generation, fleet.folder, {"step-50.pt": (fleet.folder / "step-50.pt").lstat()})
+    fleet.wait_for(lambda: client.choose().generation == str(spoiled))
+    client.close()
+    for file in Path(f"/proc/{caches.processes['n'].pid}/fd").iterdir():
+        if "eagleeye-slab" in os.readlink(file):
+            with file.open("r+b") as memory:
+                memory.write(b"flipped")
+    folder = fleet.folder / "watched"
+    folder.mkdir()
+    (folder / ".watched-by-n").write_text(f"{spoiled}\n")
+    job = Job("j", 1, 1, 1, round=1, phase=Phase.RUNNING, members={"n": 0})
+    assert fleet.store.put("job", to_json(job), 0)
+    watch = FolderWatch(folder, Settings().watch_step, 5.0, "j", "n", FolderStore(fleet.rendezvous / "j"), print)
+    with pytest.raises(DataError, match=r"there was a checkpoint of step 50 and nothing can be restored \(step 50: .* not those"):
+        watch.before_round(1, {"n": 0})
+    watch.end()
 
 
 @pytest.mark.slow
