@@ -228,12 +228,13 @@ def _remediate(options: argparse.Namespace) -> int:
     from eagleeye.actions.journal import Journal
     from eagleeye.actions.policy import Settings
     from eagleeye.actions.runner import Runner
-    from eagleeye.actions.scorer_client import incidents, jobs
+    from eagleeye.actions.scorer_client import check_address, incidents, jobs
     from eagleeye.clock import SystemClock
 
     interval_s = config.duration_s(options.interval)
     data = _file(options)
     settings = config.settings(Settings, "actions", data, {"journal": options.journal, "backend": options.backend})
+    check_address(options.scorer)
     if options.act and settings.backend == "dryrun":
         raise UsageError("--act needs a backend that can act, and dryrun only writes down; choose one with --backend")
     eyes = _backend(settings.backend, data, {"rendezvous": options.rendezvous})

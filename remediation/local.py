@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eagleeye.clock import SystemClock, monotonic_s
-from eagleeye.errors import AmbiguousError, DataError, EnvironmentLacks, PermanentError, TransientError
+from eagleeye.errors import AmbiguousError, ConfigError, DataError, EnvironmentLacks, PermanentError, TransientError
 from eagleeye.records import Action, ActionKind, JobView, Result, from_json, to_json
 from remediation.launcher import election, rounds
 from remediation.launcher.rounds import LAST_WORDS, Agent, Answer, Job, Phase, Request
@@ -33,6 +33,10 @@ class Local:
     name = "local"
 
     def __init__(self, settings: Settings) -> None:
+        if not settings.rendezvous:
+            raise ConfigError("the local backend needs the folder in which the launchers meet: --rendezvous DIR, as they have it")
+        if not Path(settings.rendezvous).is_dir():
+            raise ConfigError(f"there is no folder {settings.rendezvous}; give the one that `eagleeye launch --rendezvous` has")
         self._settings = settings
         self._clock = SystemClock()
 
@@ -110,8 +114,6 @@ class Local:
         return Result.DONE, answer.detail
 
     def _store(self, job: str) -> Store:
-        if not self._settings.rendezvous:
-            raise PermanentError("the local backend needs the launchers' folder: [remediation.local] rendezvous")
         return FolderStore(Path(self._settings.rendezvous) / quoted(job))
 
     def _ask(self, store: Store, operation_id: str, action: Action, job: str, reason: str) -> None:

@@ -7,12 +7,18 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from eagleeye.errors import DataError, SourceUnavailable
+from eagleeye.errors import DataError, SourceUnavailable, UsageError
 from eagleeye.records import Incident, from_json
 
 TIMEOUT_S = 5.0
 
 T = TypeVar("T")
+
+
+def check_address(scorer_url: str) -> None:
+    """Raise UsageError when this cannot be the address of a scorer."""
+    if not scorer_url.startswith(("http://", "https://")):
+        raise UsageError(f"{scorer_url!r} is no address of a scorer; write for example http://127.0.0.1:9471")
 
 
 def incidents(scorer_url: str) -> list[Incident]:
@@ -41,7 +47,10 @@ def _listed(scorer_url: str, what: str, read: Callable[[Any], T]) -> list[T]:
     url = f"{scorer_url.rstrip('/')}/api/v1/{what}"
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-            return [read(item) for item in json.load(answer)[what]]
+            told = json.load(answer)
+            if not isinstance(told, dict):
+                raise DataError("a list")
+            return [read(item) for item in told[what]]
     except (OSError, urllib.error.URLError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise SourceUnavailable(f"the scorer at {url} does not answer ({reason}); is `eagleeye score` running there?") from None

@@ -30,6 +30,7 @@ FATAL_XIDS = frozenset({46, 48, 54, 62, 63, 64, 74, 79, 92, 94, 95, 110, 119, 12
 Source: NVIDIA, "XID Errors", catalogue of codes and their resolution.
 """
 
+_OURS = ("eagleeye ", "checkpoint: ")
 _XID = re.compile(r"\bXid\b\s*(?:\([^)]*\))?\s*:\s*(\d+)")
 _QUIET = re.compile(r"(?:^|[\s\[|:<])(?:INFO|DEBUG|TRACE|NOTICE|VERBOSE)(?:[\s\]|:>,]|$)|^I\d{4}\s")
 _HARMLESS = re.compile(
@@ -98,10 +99,12 @@ _STAMP = re.compile(r"\W{0,2}(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d{1,6
 def classify(text: str) -> str | None:
     """Return the class of a log line: ``hardware``, ``communication``, ``error``, or None for a line that reports no error.
 
-    A line of level INFO or below is none, whatever it mentions; so are counts of zero, error rates and losses. Only the first
-    1,000 characters are read.
+    A line of level INFO or below is none, whatever it mentions; so are counts of zero, error rates and losses, and what our own
+    launcher and cache say about others. Only the first 1,000 characters are read.
     """
     text = text[:1000]
+    if text.startswith(_OURS):
+        return None
     lower = text.lower()
     if not any(hint in lower for hint in _HINTS) and not _GLOG.match(text):
         return None

@@ -385,3 +385,9 @@ def test_incidents_arrive_as_they_are(scorer: tuple[Scorer, str]) -> None:
     made, url = scorer
     assert tuple(incidents(url)) == made.snapshot.incidents
     assert made.snapshot.incidents[0].state is IncidentState.OPEN
+
+
+def test_what_is_no_address_of_a_scorer(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, _, errors = run("--once", "--scorer", "nonsense")
+    sentence = "'nonsense' is no address of a scorer; write for example http://127.0.0.1:9471"
+    assert (status, errors) == (2, f"eagleeye remediate: {sentence}\n")

@@ -269,3 +269,16 @@ def test_collector_without_files(bench, tmp_path: Path) -> None:
     assert not LogCollector(bench.site()).supported()
     with pytest.raises(NoData, match=r"no file matches .*nothing"):
         list(LogCollector(bench.site(logs=(str(tmp_path / "nothing*"),))).collect(0.0))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "eagleeye launch [node1]: round 2 starts, because rank 0 on node0 was killed by SIGKILL; here from rank 1 of 4",
+        "eagleeye cache: a connection was closed: fatal error of a peer",
+        "checkpoint: rank 1: store of step 3: storage /s: No space left on device; it is tried again",
+    ],
+)
+def test_what_our_own_programs_say_of_others_is_no_error_of_this_rank(line: str) -> None:
+    assert classify(line) is None
+    assert classify(f"RuntimeError: {line}") is not None

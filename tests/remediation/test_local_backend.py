@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from eagleeye.errors import AmbiguousError, PermanentError, TransientError
+from eagleeye.errors import AmbiguousError, ConfigError, PermanentError, TransientError
 from eagleeye.records import Action, ActionKind, Result, to_json
 from remediation.launcher.rounds import Job, Phase, Request
 from remediation.launcher.store import FolderStore
@@ -262,8 +262,10 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         backend.observe("j")
     with pytest.raises(PermanentError, match="there is no job j in"):
         backend.perform("i1-evict-n", Action(EVICT, "n"), "j", "why")
-    with pytest.raises(PermanentError, match=r"\[remediation\.local\] rendezvous"):
-        Local(Settings()).observe("j")
+    with pytest.raises(ConfigError, match="needs the folder in which the launchers meet: --rendezvous DIR"):
+        Local(Settings())
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere; give the one that"):
+        Local(Settings(str(tmp_path / "nowhere")))
     (tmp_path / "j").mkdir()
     (tmp_path / "j" / "job@1").write_text("{")
     with pytest.raises(TransientError, match="job@1 is broken"):
