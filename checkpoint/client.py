@@ -98,7 +98,7 @@ class Client:
 
     Parameters
     ----------
-    job, rank, world_size : default from EAGLEEYE_JOB (else TORCHELASTIC_RUN_ID, else ``job``), RANK and WORLD_SIZE
+    job, rank, world_size : default from EAGLEEYE_JOB (else TORCHELASTIC_RUN_ID), RANK and WORLD_SIZE
     run_dir : run folder of the cache; default as the cache chooses it
     timeout_s : how long `save` waits for free memory before it raises; meanwhile training stands still, and nothing is skipped
 
@@ -118,7 +118,12 @@ class Client:
         timeout_s: float = 60.0,
     ) -> None:
         env = os.environ
-        self.job = check_job(job or env.get("EAGLEEYE_JOB") or env.get("TORCHELASTIC_RUN_ID") or "job")
+        named = job or env.get("EAGLEEYE_JOB") or env.get("TORCHELASTIC_RUN_ID", "").removeprefix("none")
+        if not named:
+            raise UsageError(
+                "the job has no name by which its checkpoints are told from another job's: say Client('llama') or set EAGLEEYE_JOB"
+            )
+        self.job = check_job(named)
         self.rank = _number(env, "RANK", 0) if rank is None else rank
         self.world_size = _number(env, "WORLD_SIZE", 1) if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:

@@ -237,13 +237,20 @@ def test_a_refused_state_leaves_the_client_well(three: Any) -> None:
     assert restored.state == {"a": 1}
 
 
-@pytest.mark.parametrize("job", ["a/b", "", " "])
+@pytest.mark.parametrize("job", ["a/b", " "])
 def test_a_job_without_a_proper_name(job: str) -> None:
-    if job:
-        with pytest.raises(UsageError, match="is no name for a job"):
-            Client(job)
-    else:
-        assert Client(job).job == "job"
+    with pytest.raises(UsageError, match="is no name for a job"):
+        Client(job)
+
+
+@pytest.mark.parametrize("run_id", [None, "", "none"])
+def test_a_job_without_any_name_could_restore_anothers(monkeypatch: pytest.MonkeyPatch, run_id: str | None) -> None:
+    monkeypatch.delenv("EAGLEEYE_JOB", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if run_id is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    with pytest.raises(UsageError, match=r"the job has no name .*: say Client\('llama'\) or set EAGLEEYE_JOB"):
+        Client()
 
 
 def test_the_launcher_tells_who_one_is(monkeypatch: pytest.MonkeyPatch) -> None:

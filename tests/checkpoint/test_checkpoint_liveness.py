@@ -14,10 +14,10 @@ from checkpoint.client import Client
 @pytest.mark.parametrize(
     ("write_s", "every_s", "at_least"),
     [
-        ((0.01, 0.3, 0.7), 0.1, 4),
-        ((0.15, 0.25, 0.4), 0.1, 6),
-        ((0.01, 0.01, 1.5), 0.2, 2),
-        ((0.5, 0.5, 0.5), 0.1, 5),
+        ((0.01, 0.3, 0.7), 0.1, 2),
+        ((0.15, 0.25, 0.4), 0.1, 3),
+        ((0.01, 0.01, 1.5), 0.2, 1),
+        ((0.5, 0.5, 0.5), 0.1, 2),
     ],
 )
 def test_generations_are_committed_at_the_pace_of_the_slowest(

@@ -330,9 +330,10 @@ def test_a_job_whose_only_good_step_is_damaged_is_not_started_anew(fleet: Any, c
     fleet.wait_for(lambda: client.choose().generation == str(spoiled))
     client.close()
     for file in Path(f"/proc/{caches.processes['n'].pid}/fd").iterdir():
-        if "eagleeye-slab" in os.readlink(file):
-            with file.open("r+b") as memory:
-                memory.write(b"flipped")
+        with contextlib.suppress(FileNotFoundError):  # of a connection that has just ended
+            if "eagleeye-slab" in os.readlink(file):
+                with file.open("r+b") as memory:
+                    memory.write(b"flipped")
     folder = fleet.folder / "watched"
     folder.mkdir()
     (folder / ".watched-by-n").write_text(f"{spoiled}\n")
@@ -352,10 +353,11 @@ def test_a_node_whose_cache_is_gone_leaves_and_the_spare_takes_over(fleet: Any, 
     caches.processes["node1"].kill()
     os.kill(fleet.pid(1, 1), signal.SIGKILL)
     assert fleet.codes("node1", seconds=30.0) == [3]
-    assert "this node is not fit: no cache answers in" in fleet.log("node1")
+    assert "this node is not fit: the checkpoint cache at " in fleet.log("node1")
     fleet.wait_for(lambda: fleet.job().members.get("node3") == 1, 30.0)
-    fleet.wait_for((fleet.folder / "resumed-round3-rank1").exists, 30.0)
-    assert [caches.resumed(3, rank) for rank in range(3)] == [50, 50, 50]
+    again = fleet.job().round
+    fleet.wait_for((fleet.folder / f"resumed-round{again}-rank1").exists, 30.0)
+    assert [caches.resumed(again, rank) for rank in range(3)] == [50, 50, 50]
 
 
 @pytest.mark.slow
