@@ -121,7 +121,7 @@ class Client:
         named = job or env.get("EAGLEEYE_JOB") or env.get("TORCHELASTIC_RUN_ID", "").removeprefix("none")
         if not named:
             raise UsageError(
-                "the job has no name by which its checkpoints are told from another job's: say Client('llama') or set EAGLEEYE_JOB"
+                "the job has no name that tells its checkpoints from another job's: say Client('llama') or set EAGLEEYE_JOB"
             )
         self.job = check_job(named)
         self.rank = _number(env, "RANK", 0) if rank is None else rank
