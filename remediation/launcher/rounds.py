@@ -393,7 +393,16 @@ def _go_on(job: Job, seen: Seen, limits: Limits) -> Job:
     if seen.watched and not said and seen.broken_for_s < limits.verdict_wait_s:
         return job
     more = f", and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-    return _restart(job, seen, _trouble(job, seen, nodes[0]) + more, limits)
+    first = min(nodes, key=lambda node: _likely_after_another(job, seen, node))
+    return _restart(job, seen, _trouble(job, seen, first) + more, limits)
+
+
+def _likely_after_another(job: Job, seen: Seen, node: str) -> int:
+    """Return how likely a member's trouble only follows from another's: nobody falls silent or is killed because a peer did."""
+    agent = seen.agents.get(node)
+    if agent is None or node in seen.lost or agent.id != job.ids.get(node) or agent.state in LAST_WORDS:
+        return 0
+    return 1 if any(code < 0 and code != -signal.SIGABRT for code in agent.exit_codes.values()) else 2
 
 
 def _restart(job: Job, seen: Seen, reason: str, limits: Limits) -> Job:

@@ -156,6 +156,18 @@ def test_a_failed_rank_restarts_everybody_in_place() -> None:
     assert "was killed by SIGKILL" in step(job, failed(agents, "n2", code=-9)).reason
 
 
+def test_the_reason_names_who_was_first_as_far_as_that_can_be_told() -> None:
+    job, agents = running()
+    all_failed = failed(failed(failed(agents, "n1", code=1), "n2", code=-6), "n3", code=-9)
+    assert step(job, all_failed).reason == "rank 5 on n3 was killed by SIGKILL, and 2 more"
+    assert (
+        step(job, failed(failed(agents, "n1"), "n2"), lost=frozenset({"n3"})).reason == "the launcher of n3 is silent, and 2 more"
+    )
+    assert (
+        step(job, failed(failed(agents, "n2", code=-6), "n1", code=1)).reason == "rank 1 on n1 ended with exit code 1, and 1 more"
+    )
+
+
 def test_a_verdict_is_waited_for_only_where_somebody_watches_and_not_for_ever() -> None:
     job, agents = running()
     for bad, lost in ((failed(agents, "n2"), frozenset[str]()), (agents, frozenset({"n2"}))):
