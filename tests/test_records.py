@@ -18,6 +18,7 @@ from eagleeye.records import (
     Decision,
     Incident,
     IncidentState,
+    JobView,
     Outcome,
     Plan,
     Result,
@@ -80,6 +81,15 @@ EVERY = {
     ),
     Outcome: st.builds(
         Outcome, operation_id=texts, result=st.sampled_from(Result), detail=texts, started_s=numbers, ended_s=numbers
+    ),
+    JobView: st.builds(
+        JobView,
+        job=texts,
+        nodes=st.lists(texts, max_size=3).map(tuple),
+        spares=st.lists(texts, max_size=3).map(tuple),
+        excluded=st.lists(texts, max_size=3).map(tuple),
+        min_nodes=st.integers(0, 9),
+        running_since_s=st.none() | numbers,
     ),
 }
 
