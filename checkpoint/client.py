@@ -30,7 +30,7 @@ from checkpoint.connection import CONNECT_S, Connection, mapped
 from checkpoint.errors import CacheGone, CannotRun, CheckpointError, Corrupt, Superseded, UsageError
 from checkpoint.manifest import Generation, Key, Manifest, check_job, decode, generation, verify
 from checkpoint.protocol import MAX_STATE_BYTES, Message
-from checkpoint.state import Place, Walker, misfit, places, put_into, unflatten, views
+from checkpoint.state import Place, Stateful, Walker, misfit, places, put_into, unflatten, views
 
 LEVELS = ("cached", "replicated", "persistent")
 AGAIN_S = 1.0
@@ -168,6 +168,8 @@ class Client:
         UsageError
             What was saved does not fit into `into`.
         """
+        if into is not None and not isinstance(into, Mapping | list | tuple | Tensor | Stateful):
+            raise UsageError(f"a state cannot be put into a {type(into).__name__}; give what `save` is given")
         began_s = time.monotonic()
         together = self._together()
         connection, problem = None, ""
@@ -526,4 +528,6 @@ def _place(restored: Restored) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"checkpoint: {text}", file=sys.stderr, flush=True)
+    # a full disk or a broken pipe below the log is no reason to end a training
+    with suppress(OSError, ValueError):
+        print(f"checkpoint: {text}", file=sys.stderr, flush=True)

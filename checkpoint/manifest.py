@@ -118,7 +118,7 @@ def verify(manifest: Manifest, data: memoryview) -> None:
 
 def check_job(name: str) -> str:
     """Return `name` if it can be the name of a job. Raises UsageError."""
-    if not re.fullmatch(r"[\w.:@=+-]{1,128}", name) or name.startswith("."):
+    if not re.fullmatch(r"[\w.:@=+-]{1,128}", name, re.ASCII) or name.startswith("."):
         raise UsageError(f"{name!r} is no name for a job: use 1 to 128 letters, digits or any of _ . : @ = + -")
     return name
 

@@ -453,6 +453,8 @@ class Cache:
         try:
             return self.slabs.take(owner, nbytes)
         except CannotRun:
+            if nbytes > self.slabs.limit_bytes:
+                raise  # nothing that is forgotten could make room for it
             living = {name for name, _ in self._clients} | {job}
             ended = [
                 s for k, s in self._shards.items() if k.job not in living and s.pins == 0 and (s.stored or s.origin != self.node)
@@ -732,7 +734,7 @@ class Cache:
                 serve(sock)
             except OSError:
                 pass  # the other side is gone
-            except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            except (CheckpointError, KeyError, TypeError, ValueError, OverflowError, RecursionError, sqlite3.Error) as error:
                 self._say(f"a connection was closed: {_words(error)}")
 
     def _say(self, text: str) -> None:
@@ -741,7 +743,9 @@ class Cache:
             if len(self._said) > 1000:
                 self._said.clear()
             self._said.add(text)
-            print(f"eagleeye cache: {text}", file=sys.stderr, flush=True)
+            # a full disk or a broken pipe below the log must not end the thread that wanted to tell
+            with suppress(OSError, ValueError):
+                print(f"eagleeye cache: {text}", file=sys.stderr, flush=True)
 
 
 class _Client:
@@ -888,11 +892,12 @@ def serve(settings: Settings) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     stopped.start()
     where = f"storage {settings.storage}" if settings.storage else "no storage: generations live in memory alone"
-    print(
-        f"cache of {cache.node}: port {cache.port}, run folder {cache.run_dir}, at most "
-        f"{cache.slabs.limit_bytes / (1 << 30):.1f} GiB, {where}",
-        flush=True,
-    )
+    with suppress(OSError, ValueError):
+        print(
+            f"cache of {cache.node}: port {cache.port}, run folder {cache.run_dir}, at most "
+            f"{cache.slabs.limit_bytes / (1 << 30):.1f} GiB, {where}",
+            flush=True,
+        )
     cache.run()
     return 0
 

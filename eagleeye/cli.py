@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagleeye import __version__
-from eagleeye.errors import EagleEyeError, EnvironmentLacks, MissingExtra, UsageError
+from eagleeye.errors import ConfigError, EagleEyeError, EnvironmentLacks, MissingExtra, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,9 +39,14 @@ def _file(options: argparse.Namespace) -> dict[str, Any]:
     """Return the parsed settings file that --config names, or the default one."""
     from pathlib import Path
 
-    from eagleeye import config
+    from eagleeye import config, plugins
 
-    return config.read(Path(options.config) if options.config else None)
+    data = config.read(Path(options.config) if options.config else None)
+    parts = ("launcher", *plugins.names("backend")) if "remediation" in data else ()
+    for part in data.get("remediation", ()):
+        if part not in parts:
+            raise ConfigError(f"unknown section [remediation.{part}]; there are {', '.join(parts)}")
+    return data
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
@@ -245,8 +250,8 @@ def _remediate(options: argparse.Namespace) -> int:
     nodes = "1 node" if settings.max_nodes == 1 else f"{settings.max_nodes} nodes"
     limits = f"at most {nodes} at a time, never below the job's minimum"
     mode = f"ACTING through backend {settings.backend}: {limits}" if options.act else "observe only: nothing is touched"
-    print(mode, file=sys.stderr, flush=True)
-    runner = Runner(settings, eyes, hands, journal, clock, lambda text: print(text, flush=True))
+    _tell(mode, sys.stderr)
+    runner = Runner(settings, eyes, hands, journal, clock, _tell)
     with closing(journal):
         silent_since = ""
         while not clock.stopped:
@@ -257,7 +262,7 @@ def _remediate(options: argparse.Namespace) -> int:
             except EagleEyeError as error:
                 found, failure = [], error
                 if not options.once and str(error) != silent_since:
-                    print(f"eagleeye remediate: {error}", file=sys.stderr, flush=True)
+                    _tell(f"eagleeye remediate: {error}", sys.stderr)
                 silent_since = str(error)
             runner.respond(found)  # also when the scorer is silent: what was begun goes on
             if options.once and failure is not None:
@@ -268,6 +273,14 @@ def _remediate(options: argparse.Namespace) -> int:
                 break
             clock.sleep_s(interval_s)
     return 0
+
+
+def _tell(text: str, file: Any = None) -> None:
+    """Print, if it can be: a full disk or a broken pipe below the log is no reason to leave a job alone."""
+    from contextlib import suppress
+
+    with suppress(OSError, ValueError):
+        print(text, file=file or sys.stdout, flush=True)
 
 
 def _backend(name: str, data: dict[str, Any], flags: dict[str, Any]) -> Any:

@@ -166,6 +166,7 @@ def test_an_interrupt_ends_without_a_word(tmp_path: Path) -> None:
 
 WRONG = [
     (("export",), "[collect]\nprot = 1\n", "export: [collect] prot: unknown setting 'prot'; did you mean 'port'?"),
+    (("export",), "[remediation.luncher]\n", "export: unknown section [remediation.luncher]; there are launcher, dryrun, local"),
     (("export",), "[colect]\n", "export: eagleeye.toml: unknown section [colect]; did you mean 'collect'?"),
     (("export", "--port", "99999"), "", "export: [collect] port 99999 does not exist; use 0 to 65535"),
     (("record", "--job", "j", "--duration", "soon", "--out", "x"), "", "record: 'soon' is no duration; write for example 90s, "),

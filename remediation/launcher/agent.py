@@ -4,6 +4,7 @@ Every launcher does the same; whoever holds the lease also leads. Nothing here w
 and reads what they tell. A store that fails is said once and stops nothing that runs.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from checkpoint import index, place
+from checkpoint.errors import CheckpointError
+from checkpoint.manifest import check_job
 from eagleeye.clock import SystemClock, monotonic_s
 from eagleeye.collect.base import this_node
 from eagleeye.errors import DataError, EagleEyeError, EnvironmentLacks, UsageError
@@ -91,6 +94,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1 or not 0 <= self.min_nodes <= self.nodes:
             raise ValueError("nodes and ranks_per_node must be at least 1, and min_nodes no more than nodes")
+        if self.ranks_per_node > 1024:
+            raise ValueError(f"ranks_per_node {self.ranks_per_node} is more than a node can hold; at most 1024")
         if self.max_restarts < 0:
             raise ValueError("max_restarts must be at least 0")
         if self.watch and self.min_nodes not in (0, self.nodes):
@@ -117,6 +122,10 @@ def launch(settings: Settings, command: Sequence[str], before_round: Sequence[Ho
     """
     if not settings.job or not settings.rendezvous:
         raise UsageError("a job needs a name and a folder that all nodes share: --job NAME --rendezvous DIR")
+    try:
+        check_job(settings.job)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
     if not command or shutil.which(command[0]) is None:
         raise UsageError(f"there is no command {command[0]!r} on this node" if command else "give the command of a rank after --")
     if not Path(settings.rendezvous).is_dir():
@@ -461,7 +470,9 @@ class _Launcher:
 
 
 def _say(node: str, text: str) -> None:
-    print(f"eagleeye launch [{node}]: {text}", file=sys.stderr, flush=True)
+    # a full disk or a broken pipe below the log is no reason to end a job
+    with contextlib.suppress(OSError, ValueError):
+        print(f"eagleeye launch [{node}]: {text}", file=sys.stderr, flush=True)
 
 
 def _last_words(job: Job, node: str) -> tuple[int, State, str]:

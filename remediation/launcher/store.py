@@ -114,7 +114,7 @@ class FolderStore:
                 value = json.loads(path.read_text(encoding="utf-8"))
                 if not isinstance(value, dict):
                     raise ValueError("it is no JSON object")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"{path} is broken ({error}); end all launchers of this job, then remove {self._folder}"
                 ) from None

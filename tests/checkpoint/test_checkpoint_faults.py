@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -620,3 +621,44 @@ def test_a_cache_that_stands_still_is_one_sentence(cluster: Any) -> None:
             client.save(3, STATE).wait()
         os.kill(nodes[0].pid, signal.SIGCONT)
         saved(client, 9, "cached", "persistent")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_below_the_log_stops_no_replication(tmp_path: Path) -> None:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ports = [server.getsockname()[1] for server in held]
+    for server in held:
+        server.close()
+    peers = f"a=127.0.0.1:{ports[0]},b=127.0.0.1:{ports[1]}"
+
+    def start(node: str, port: int) -> "subprocess.Popen[bytes]":
+        words = [
+            "--node",
+            node,
+            "--address",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--run-dir",
+            str(tmp_path / node),
+            "--peers",
+            peers,
+        ]
+        with open("/dev/full", "wb") as full:
+            verb = "from eagleeye.cli import main; raise SystemExit(main())"
+            return subprocess.Popen([sys.executable, "-c", verb, "cache", *words], stdout=full, stderr=full)
+
+    processes = [start("a", ports[0])]
+    try:
+        with Client("job", 0, 1, run_dir=str(tmp_path / "a")) as client:
+            client._connected(20.0)
+            client._start = (7, "00000007")
+            first = client.save(1, STATE)
+            first.wait("cached", 10)
+            time.sleep(1.0)  # by now the other node was looked for, and its absence could not be told
+            processes.append(start("b", ports[1]))
+            client.save(2, STATE).wait("replicated", 30)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
