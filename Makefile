@@ -20,6 +20,8 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[all]' --group test --group lint
+	# on all processors, and here: where Python may not write bytecode, each of the many processes would compile torch's imports anew
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	touch $@
 
 check: $(VENV)/ready
