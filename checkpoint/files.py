@@ -20,6 +20,7 @@ from checkpoint.connection import ANSWER_S, CONNECT_S, Connection, mapped
 from checkpoint.errors import CacheGone, CannotRun, CheckpointError, Corrupt, UsageError
 from checkpoint.manifest import Generation, Manifest, check_job, decode, verify
 from checkpoint.protocol import MAX_STATE_BYTES, PIECE_BYTES, Message
+from checkpoint.storage import sync_folder
 
 TEMPORARY = ".eagleeye-"
 """What the names of files begin with that are being written."""
@@ -301,7 +302,7 @@ def write(manifest: Manifest, data: memoryview, folder: Path, put_aside: Callabl
                 put_aside(entry.path)
             temporary.rename(at)
         for parent in {*(new.parent for new in made), *((folder / entry.path).parent for entry, _ in written)}:
-            _sync(parent)
+            sync_folder(parent)
     except OSError as error:
         raise CannotRun(f"cannot put {at} in place: {error.strerror or error}; make {folder} writable") from None
     return [entry.path for entry, _ in written]
@@ -374,11 +375,3 @@ def _write(path: Path, entry: Entry, data: memoryview) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -36,7 +36,7 @@ class Folder:
         """Write a shard and then its manifest, each to a temporary name, synced, renamed, and the folder synced."""
         folder = self._folder(manifest.key)
         folder.mkdir(parents=True, exist_ok=True)
-        _sync(folder.parent)
+        sync_folder(folder.parent)
         stem = _stem(manifest.key.rank)
         _publish(folder / f"{stem}.shard", data)
         _publish(folder / f"{stem}.json", memoryview(manifest.encode().encode()))
@@ -168,10 +168,11 @@ def _publish(path: Path, data: memoryview) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-    _sync(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut, as `fsync` does for the contents of a file."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
