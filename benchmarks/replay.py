@@ -1,16 +1,14 @@
 """One tick's work at 64 ranks: our kernels against tslearn and stumpy, and the whole judge. Writes results/replay.json."""
 
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import stumpy
+from provenance import provenance
 from tslearn.metrics import cdist_dtw
 
 from eagleeye.clock import monotonic_s
@@ -45,9 +43,7 @@ def main() -> int:
 
     warm_up_s = warm_up()
     results = {
-        "commit": command("git", "rev-parse", "--short", "HEAD")
-        + ("+changes" if command("git", "status", "--porcelain") else ""),
-        "machine": f"{cpu_name()}, {len(os.sched_getaffinity(0))} CPUs, {platform.release()}, Python {platform.python_version()}",
+        **provenance(),
         "shape": f"{RANKS} ranks x {METRICS} metrics",
         "kernel_warm_up_s": round(warm_up_s, 2),
         "dtw_tslearn_over_ours": ratios(tslearn_dtw, lambda: distances_RRM(recent, groups, dtw.band)),
@@ -98,19 +94,6 @@ def seconds(work: Callable[[], object]) -> float:
     start_s = monotonic_s()
     work()
     return monotonic_s() - start_s
-
-
-def command(*words: str) -> str:
-    """Return what a command prints, empty when it fails."""
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def cpu_name() -> str:
-    """Return the processor's name as the kernel has it."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

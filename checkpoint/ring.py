@@ -15,6 +15,7 @@ def successors(node: str, nodes: Iterable[str]) -> list[str]:
     return ordered[at + 1 :] + ordered[:at]
 
 
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a key by which node2 is sorted before node10."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+def natural(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
+    """Return a key by which node2 is sorted before node10. No two names share one, so that all nodes see the same order."""
+    parts = re.findall(r"\d+|\D+", name)
+    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts), name

@@ -194,7 +194,7 @@ class Cache:
         self.index.close()
 
     def stop(self) -> None:
-        """Make `run()` return. Safe in another thread; in a signal handler by `stop_at_signals`."""
+        """Make `run()` return. For another thread, not for a signal handler, which might hold the lock already."""
         with self.changed:
             self._stopping = True
             self.changed.notify_all()

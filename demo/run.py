@@ -27,7 +27,7 @@ from eagleeye.actions.journal import Journal
 from eagleeye.clock import SystemClock, monotonic_s
 from eagleeye.errors import EagleEyeError, EnvironmentLacks
 from eagleeye.files import write_whole
-from eagleeye.records import ActionKind, Incident, Outcome, Plan, Result, Verdict, from_json
+from eagleeye.records import ActionKind, Incident, Outcome, Plan, Result, Verdict, from_json, operation_of
 from eagleeye.report import Recovery, Report, Truth, render
 from eagleeye.source.base import Settings, open_source
 from eagleeye.window import Window
@@ -130,7 +130,7 @@ def written(ids: set[str], acted: bool) -> tuple[list[Plan], list[Outcome]]:
     """Return the plans about these incidents, and how their actions ended, from the remediator's journal."""
     journal = Journal(RUN_DIR / "journal.db")
     plans = [plan for plan in journal.plans(acted=acted) if plan.incident_id in ids]
-    outcomes = [outcome for outcome in journal.outcomes() if outcome.operation_id.partition("-")[0] in ids]
+    outcomes = [o for o in journal.outcomes() if (named := operation_of(o.operation_id)) and named[0] in ids]
     journal.close()
     return plans, outcomes
 
@@ -144,17 +144,18 @@ def started_s(cluster: Cluster) -> float:
 def heal(nodes: list[Node], ranks: int, story: Story, outcomes: list[Outcome], round_s: float) -> Recovery | None:
     """Return how the job went on, compared with an unbroken run; None when it did not go on."""
     fault = story.fault
-    evicted = [o for o in outcomes if f"-{ActionKind.EVICT.value}-" in o.operation_id and o.result is Result.DONE]
+    done = [(o.started_s, named[1]) for o in outcomes if o.result is Result.DONE and (named := operation_of(o.operation_id))]
+    evicted = [(at_s, action.target) for at_s, action in done if action.kind is ActionKind.EVICT]
     if not evicted or fault is None:
         return None
-    after = newest(nodes, evicted[0].started_s, ranks)
+    evict_s, node = evicted[0]
+    after = newest(nodes, evict_s, ranks)
     if not after:
         return None
     last_step = max(max(stretch.losses, default=0) for stretch in after)
     say(story, f"comparing with an unbroken run of the same job up to step {last_step}")
     steady = unbroken(last_step, ranks, RUN_DIR)
-    node = evicted[0].operation_id.partition(f"-{ActionKind.EVICT.value}-")[2]
-    return recovery(nodes, ranks, node, fault.at_s, story.blamed_seen_s, evicted[0].started_s, round_s, steady)
+    return recovery(nodes, ranks, node, fault.at_s, story.blamed_seen_s, evict_s, round_s, steady)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from eagleeye import __version__
@@ -277,8 +278,6 @@ def _remediate(options: argparse.Namespace) -> int:
 
 def _tell(text: str, file: Any = None) -> None:
     """Print, if it can be: a full disk or a broken pipe below the log is no reason to leave a job alone."""
-    from contextlib import suppress
-
     with suppress(OSError, ValueError):
         print(text, file=file or sys.stdout, flush=True)
 

@@ -6,6 +6,7 @@ Sample (exporter) -> Verdict (vote) -> Incident -> Plan (policy) -> Outcome (bac
 
 import dataclasses
 import enum
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -186,6 +187,19 @@ class JobView:
     min_nodes: int
     running_since_s: float | None
 
+
+def operation_id(incident_id: str, action: Action) -> str:
+    """Return the name of what is done for one action of a plan: the same for every repetition, so that one is recognised."""
+    return f"{incident_id}-{action.kind.value}-{action.target}"
+
+
+def operation_of(name: str) -> tuple[str, Action] | None:
+    """Return the incident and the action that `operation_id` made `name` of, None for a name of another make."""
+    match = _OPERATION.fullmatch(name)
+    return (match["incident"], Action(ActionKind(match["kind"]), match["target"])) if match else None
+
+
+_OPERATION = re.compile(rf"(?P<incident>.+?)-(?P<kind>{'|'.join(ActionKind)})-(?P<target>.+)", re.DOTALL)
 
 R = TypeVar("R")
 

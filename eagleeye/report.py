@@ -8,7 +8,6 @@ import base64
 import hashlib
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,19 @@ from eagleeye.detectors import peers
 from eagleeye.errors import DataError, NoData
 from eagleeye.metrics import BY_COLUMN
 from eagleeye.quantities import number, quantity
-from eagleeye.records import ActionKind, Category, Decision, Incident, Outcome, Plan, Result, Scope, Suspect, Verdict
+from eagleeye.records import (
+    ActionKind,
+    Category,
+    Decision,
+    Incident,
+    Outcome,
+    Plan,
+    Result,
+    Scope,
+    Suspect,
+    Verdict,
+    operation_of,
+)
 from eagleeye.window import Window
 
 MOST_ROWS = 256
@@ -50,8 +61,6 @@ _PAST = {
     ActionKind.EVICT: "evicted",
     ActionKind.RESTART: "restarted",
 }
-_OPERATION = re.compile(rf"(?P<incident>.+?)-(?P<kind>{'|'.join(ActionKind)})-(?P<target>.+)", re.DOTALL)
-"""How `eagleeye.actions.runner` names an operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,29 +373,29 @@ def _newest(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def _deed(outcome: Outcome) -> str:
     """Return what came of an action in words, empty when its operation has a foreign name."""
-    named = _OPERATION.fullmatch(outcome.operation_id)
+    named = operation_of(outcome.operation_id)
     if named is None:
         return ""
-    kind, target = named["kind"], named["target"]
+    kind, target = named[1].kind, named[1].target
     return {
         Result.OBSERVED: f"would {kind} {target}",
-        Result.DONE: f"{_PAST[ActionKind(kind)]} {target}",
+        Result.DONE: f"{_PAST[kind]} {target}",
         Result.TRANSIENT: f"failed to {kind} {target}",
         Result.PERMANENT: f"did not {kind} {target}",
-        Result.AMBIGUOUS: f"perhaps {_PAST[ActionKind(kind)]} {target}",
+        Result.AMBIGUOUS: f"perhaps {_PAST[kind]} {target}",
     }[outcome.result]
 
 
 def _success(report: Report, acted: Sequence[Outcome]) -> str:
     """Return why something that was planned was not done, or else what became of the job."""
     failed = next((o for o in acted if o.result is not Result.DONE), None)
-    begun = [named for o in acted if (named := _OPERATION.fullmatch(o.operation_id))]
-    tried, incidents = {(named["kind"], named["target"]) for named in begun}, {named["incident"] for named in begun}
+    begun = [named for o in acted if (named := operation_of(o.operation_id))]
+    tried, incidents = {action for _, action in begun}, {incident for incident, _ in begun}
     rest = [
         f"{a.kind.value} {a.target}"
         for plan in report.plans
         for a in plan.actions
-        if plan.incident_id in incidents and (a.kind.value, a.target) not in tried
+        if plan.incident_id in incidents and a not in tried
     ]
     told = [failed.detail] if failed else []
     told += [f"not tried: {', '.join(dict.fromkeys(rest))}"] if rest else []

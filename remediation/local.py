@@ -3,10 +3,11 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from checkpoint.ring import natural
 from eagleeye.clock import SystemClock, monotonic_s
 from eagleeye.errors import AmbiguousError, ConfigError, DataError, EnvironmentLacks, PermanentError, TransientError
-from eagleeye.records import Action, ActionKind, JobView, Result, from_json, to_json
-from remediation.launcher import election, rounds
+from eagleeye.records import Action, ActionKind, JobView, Result, from_json, operation_of, to_json
+from remediation.launcher import election
 from remediation.launcher.rounds import LAST_WORDS, Agent, Answer, Job, Phase, Request
 from remediation.launcher.store import FolderStore, Store, quoted
 
@@ -62,7 +63,7 @@ class Local:
             job,
             nodes=() if over else tuple(node for node in sorted(told.members, key=told.members.__getitem__) if node in alive),
             spares=() if over else tuple(node for node in told.spares if node in alive),
-            excluded=tuple(sorted(told.excluded, key=rounds.natural)),
+            excluded=tuple(sorted(told.excluded, key=natural)),
             min_nodes=told.min_nodes,
             # also while one of its ranks is dead: that is what a verdict may be about
             running_since_s=told.started_s if told.phase is Phase.RUNNING else None,
@@ -124,11 +125,11 @@ class Local:
             if told.phase in (Phase.DONE, Phase.FAILED):
                 raise PermanentError(f"job {job} has ended: {told.reason or told.phase.value}")
             # An eviction for the same incident has restarted the job already: then a restart means the round before that.
-            same = operation_id.removesuffix(f"{action.kind.value}-{action.target}")
+            ours = operation_of(operation_id)
             siblings = [
                 from_json(Request, document).round
                 for name, (_, document) in store.find("requests").items()
-                if action.kind is ActionKind.RESTART and name.startswith(same) and same.endswith("-")
+                if action.kind is ActionKind.RESTART and ours and (other := operation_of(name)) and other[0] == ours[0]
             ]
             request = Request(action.kind.value, action.target, reason, min([told.round, *siblings]))
             store.put(key, to_json(request), 0)

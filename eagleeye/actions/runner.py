@@ -9,7 +9,7 @@ from eagleeye.actions.backend import RemediationBackend
 from eagleeye.actions.journal import Journal, Operation
 from eagleeye.clock import Clock
 from eagleeye.errors import AmbiguousError, BackendError, TransientError
-from eagleeye.records import Action, ActionKind, Incident, IncidentState, JobView, Outcome, Plan, Result
+from eagleeye.records import Action, ActionKind, Incident, IncidentState, JobView, Outcome, Plan, Result, operation_id
 
 ATTEMPTS = 5
 """How often one operation is tried before a human must look."""
@@ -70,7 +70,7 @@ class Runner:
 
     def _answered(self, incident: Incident) -> bool:
         """Whether a node of the incident was taken out for it: what else is said of it is about the past."""
-        steps = (_operation_id(incident.id, Action(ActionKind.EVICT, node)) for node in incident.nodes)
+        steps = (operation_id(incident.id, Action(ActionKind.EVICT, node)) for node in incident.nodes)
         return any(self._journal.done_since_s(step) is not None for step in steps)
 
     def _plan(self, incident: Incident) -> Plan | None:
@@ -109,7 +109,7 @@ class Runner:
     def _evicted_s(self, job: str) -> float:
         """Return when a node of the job was taken out last; long ago when none was."""
         steps = (
-            self._journal.done_since_s(_operation_id(made.incident_id, action))
+            self._journal.done_since_s(operation_id(made.incident_id, action))
             for made in self._journal.plans(acted=True)
             if made.job == job
             for action in made.actions
@@ -121,8 +121,8 @@ class Runner:
         """Go on with a plan where it stands; return whether it is over."""
         evicted_s = None
         for action in made.actions:
-            operation_id = _operation_id(made.incident_id, action)
-            operation = self._journal.operation(operation_id)
+            name = operation_id(made.incident_id, action)
+            operation = self._journal.operation(name)
             if operation is None or not operation.over:
                 if operation is not None and self._early(operation):
                     return False
@@ -133,7 +133,7 @@ class Runner:
                 if not announced:
                     self._tell(_headline(made))
                     announced = True
-                operation = self._attempt(operation_id, action, made, operation, unclear, known)
+                operation = self._attempt(name, action, made, operation, unclear, known)
             assert operation.outcome is not None
             if not operation.over:
                 return False
@@ -238,10 +238,6 @@ class Runner:
 def _unclear(operation: Operation) -> bool:
     """Whether an earlier attempt may have done it; then a look at the job says nothing: the node may be gone because of us."""
     return operation.unclear or operation.outcome is None or operation.outcome.result is Result.AMBIGUOUS
-
-
-def _operation_id(incident_id: str, action: Action) -> str:
-    return f"{incident_id}-{action.kind.value}-{action.target}"
 
 
 def _headline(made: Plan) -> str:

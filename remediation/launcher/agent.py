@@ -152,7 +152,7 @@ class _Launcher:
         address = settings.address or _own_address(settings.nodes)
         self._port = _hold_port(address)
         # remembered when it ends: ranks that lived with a cache cannot go on here without one
-        self._cache = cache = settings.cache or _local_cache()
+        self._cache = cache = settings.cache or place.local_cache()
         self._me = Agent(secrets.token_hex(4), os.getpid(), address, _port_number(self._port), settings.spare, cache)
         self._told: Agent | None = None
         self._told_s = -math.inf
@@ -323,7 +323,7 @@ class _Launcher:
         """Write this launcher's document when it changed, and from time to time as a sign of life."""
         due = monotonic_s() - self._told_s >= self._settings.agent_lost_s / 5
         if due:
-            self._me = replace(self._me, step=self._step(), cache=self._settings.cache or _local_cache())
+            self._me = replace(self._me, step=self._step(), cache=self._settings.cache or place.local_cache())
             self._cache = self._me.cache or self._cache
         if (due or self._me != self._told) and not self._write():
             earlier = self._read(Agent, self._key)
@@ -511,10 +511,6 @@ def _hold_port(address: str) -> socket.socket | None:
 
 def _port_number(held: socket.socket | None) -> int:
     return int(held.getsockname()[1]) if held is not None else 0
-
-
-def _local_cache() -> str:
-    return place.local_cache()
 
 
 def _saved_steps(job: str) -> list[int | None]:

@@ -4,10 +4,11 @@ A round is one start of all ranks. The leader calls `advance`, every launcher ca
 """
 
 import enum
-import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+
+from checkpoint.ring import natural
 
 NO_RESTART = 93
 """Exit code of a launcher whose job must not be started again: it would fail at the same step."""
@@ -162,12 +163,6 @@ class Duty(enum.Enum):
     START = 1
     STOP = 2
     LEAVE = 3
-
-
-def natural(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
-    """Return a sort key by which node2 comes before node10."""
-    parts = re.findall(r"\d+|\D+", name)
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts), name
 
 
 def duty(job: Job, node: str, own_id: str, started: int, at_work: bool) -> Duty:

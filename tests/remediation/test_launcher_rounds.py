@@ -65,11 +65,6 @@ def evict(node: str, round_: int = 1) -> Request:
 # --- order and ranks ---
 
 
-def test_nodes_come_in_natural_order() -> None:
-    names = ["node10", "node2", "a10b2", "a10b10", "a9", "node02", "10", "9"]
-    assert sorted(names, key=rounds.natural) == ["9", "10", "a9", "a10b2", "a10b10", "node02", "node2", "node10"]
-
-
 @given(
     kept=st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 7), max_size=8).filter(
         lambda k: len(set(k.values())) == len(k)
