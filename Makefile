@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 DEMO_ARGS ?=
 
-.PHONY: demo test check test-fast test-jit test-slow test-base bench-replay bench-kills bench-stall venv clean
+.PHONY: demo test check test-fast test-jit test-slow test-base bench-replay bench-detect bench-kills bench-stall venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
@@ -50,6 +50,9 @@ $(VENV)/base: $(VENV)/ready
 
 bench-replay: $(VENV)/ready
 	$(BIN)/python benchmarks/replay.py
+
+bench-detect: $(VENV)/ready
+	$(BIN)/python benchmarks/detect.py
 
 bench-kills: $(VENV)/ready
 	$(BIN)/python benchmarks/kills.py

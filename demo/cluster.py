@@ -11,6 +11,7 @@ import ipaddress
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -36,6 +37,9 @@ MANAGEMENT = ipaddress.ip_network("198.18.0.0/15")
 """Reserved for benchmarks by RFC 2544, so hardly ever routed; each cluster takes a free /24 of it."""
 EXPORTER_PORT = 9400
 CACHE_PORT = 9480
+ISOLATING = ("memory", "blkio")
+"""Controllers whose cgroups isolated nodes have beside that of the CPU."""
+DISK_BYTES = 16 << 20
 STOP_S = 8.0
 """Launchers need a while to end their ranks in order."""
 
@@ -44,7 +48,8 @@ STOP_S = 8.0
 class Node:
     """One node. `namespace`, `switch_port` are None on loopback, `cgroup` is None where no CPU controller is writable.
 
-    `number` is the rank that the node holds at first; a spare holds none. `log` is what launcher and ranks say.
+    `number` is the rank that the node holds at first; a spare holds none. `log` is what launcher and ranks say. `disk` is where
+    the node's own file system is mounted; it and the last two cgroups, which hold the rank, only isolated clusters have.
     """
 
     name: str
@@ -58,6 +63,9 @@ class Node:
     namespace: str | None = None
     switch_port: str | None = None
     cgroup: Path | None = None
+    disk: Path | None = None
+    memory_cgroup: Path | None = None
+    blkio_cgroup: Path | None = None
     launcher: subprocess.Popen[bytes] | None = None
     exporter: subprocess.Popen[bytes] | None = None
     cache: subprocess.Popen[bytes] | None = None
@@ -86,11 +94,12 @@ class Cluster:
     script : the training script, started with `script_args` in the script's folder
     exporters : whether each node also runs ``eagleeye export``
     caches : whether each node also runs ``eagleeye cache``
+    isolated : whether each node also has a disk of its own, ``disks/NODE`` in `run_dir`, and cgroups for memory and block I/O
 
     Raises
     ------
     EnvironmentLacks
-        Namespaces were demanded and cannot be made, or the `eagleeye` command is not installed.
+        Namespaces or isolation were demanded and cannot be made, or the `eagleeye` command is not installed.
     """
 
     def __init__(
@@ -105,6 +114,7 @@ class Cluster:
         job: str = "demo",
         exporters: bool = True,
         caches: bool = True,
+        isolated: bool = False,
     ) -> None:
         if nodes < 2 or spares < 0 or nodes + spares > 60:
             raise ValueError(f"a cluster has 2 to 60 nodes, not {nodes} and {spares} spares")
@@ -114,7 +124,7 @@ class Cluster:
         self.nodes: list[Node] = []
         self._count, self._spares = nodes, spares
         self._script, self._script_args = script.resolve(), tuple(script_args)
-        self._exporters, self._caches = exporters, caches
+        self._exporters, self._caches, self._isolated = exporters, caches, isolated
         self._why_loopback = "namespaces were switched off" if namespaces is False else why_no_namespaces()
         if namespaces and self._why_loopback:
             raise EnvironmentLacks(f"cannot make network namespaces: {self._why_loopback}; leave out the demand or run as root")
@@ -196,6 +206,7 @@ class Cluster:
                     "launch",
                     *self._launch_options(node),
                     "--",
+                    *_entering(node),
                     sys.executable,
                     "-u",
                     str(self._script),
@@ -214,6 +225,11 @@ class Cluster:
         """The folder in which the launchers meet."""
         return self.run_dir / "rendezvous"
 
+    @property
+    def disks(self) -> Path:
+        """The folder in which the disks of an isolated cluster's nodes are mounted."""
+        return self.run_dir / "disks"
+
     def pid(self, node: Node) -> int | None:
         """Return the process of the rank on `node`, None when it has none now."""
         told = FolderStore(self.rendezvous / self.job).get(f"agents/{node.name}")
@@ -230,6 +246,7 @@ class Cluster:
     def stop(self) -> None:
         """End every process and remove every namespace and cgroup. Safe to repeat; a second Ctrl-C cannot interrupt it."""
         with _uninterrupted():
+            thaw_below(self.disks)  # not even SIGKILL ends a process that writes to a frozen disk
             # the launchers first: they end their ranks
             end([n.launcher for n in self.nodes if n.launcher])
             end([p for n in self.nodes for p in (n.exporter, n.cache) if p])
@@ -238,6 +255,7 @@ class Cluster:
                 (STATE / self.id).unlink(missing_ok=True)
                 os.close(self._lock)
                 self._lock = None
+            unmount_below(self.disks)
             self.nodes = []
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -257,12 +275,21 @@ class Cluster:
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 for node in self.nodes:
                     node.cgroup = make_cgroup(f"eagleeye-{self.id}-node{node.number}")
+                    if self._isolated:
+                        self._isolate(node)
                 if self.switch:
                     self._make_network(self.switch)
         if not self.switch:
             ports = iter(free_ports(2 * len(self.nodes)))
             for node in self.nodes:
                 node.exporter_port, node.cache_port = next(ports), next(ports)
+
+    def _isolate(self, node: Node) -> None:
+        name = f"eagleeye-{self.id}-node{node.number}"
+        node.memory_cgroup, node.blkio_cgroup = make_cgroup(name, "memory"), make_cgroup(name, "blkio")
+        if not (node.memory_cgroup and node.blkio_cgroup):
+            raise EnvironmentLacks("nodes cannot be isolated: no cgroups of version 1 for memory and blkio can be made here")
+        node.disk = make_disk(self.disks / node.name)
 
     def _make_network(self, switch: str) -> None:
         management = free_management_net()
@@ -306,6 +333,15 @@ class Cluster:
                 env=os.environ | environment,
                 process_group=0,
             )
+
+
+def _entering(node: Node) -> list[str]:
+    """Return a command that starts another one inside the node's cgroups, where memory is charged from the first byte on."""
+    # `ip netns exec` hides the cgroups from the node by a /sys of its own
+    files = [f"/proc/{os.getpid()}/root{cgroup}/cgroup.procs" for cgroup in (node.memory_cgroup, node.blkio_cgroup) if cgroup]
+    if not files:
+        return []
+    return ["sh", "-ec", "".join(f"echo $$ > {shlex.quote(file)}; " for file in files) + 'exec "$@"', "sh"]
 
 
 def exporter_program() -> str:
@@ -386,9 +422,9 @@ def remove(cluster_id: str) -> None:
         for link in ("eth0", "mgmt0"):
             subprocess.run(["ip", "-n", name, "link", "del", link], check=False, capture_output=True)
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-    root = cgroup_root()
-    for path in root.glob(f"eagleeye-{cluster_id}-*") if root else ():
-        _remove_cgroup(path)
+    for root in filter(None, {cgroup_root(), *(cgroup_v1_root(controller) for controller in ISOLATING)}):
+        for path in root.glob(f"eagleeye-{cluster_id}-*"):
+            _remove_cgroup(path)
 
 
 def ip(*commands: str, namespace: str | None = None) -> None:
@@ -429,15 +465,25 @@ def cgroup_root() -> Path | None:
     return None
 
 
-def make_cgroup(name: str) -> Path | None:
-    """Return a new cgroup in which CPU time can be limited, None where rights or the controller lack."""
-    root = cgroup_root()
+def cgroup_v1_root(controller: str) -> Path | None:
+    """Return where a controller of cgroup version 1 is mounted, None where it is not."""
+    with suppress(OSError):
+        for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
+            _, mount, kind, options, *_ = line.split()
+            if kind == "cgroup" and controller in options.split(","):
+                return Path(mount)
+    return None
+
+
+def make_cgroup(name: str, controller: str = "cpu") -> Path | None:
+    """Return a new cgroup in which CPU time, or what else `controller` governs, can be limited; None where rights or it lack."""
+    root = cgroup_root() if controller == "cpu" else cgroup_v1_root(controller)
     if root is None:
         return None
     path = root / name
     try:
         path.mkdir()
-        if not any((path / limit).exists() for limit in ("cpu.max", "cpu.cfs_quota_us")):
+        if controller == "cpu" and not any((path / limit).exists() for limit in ("cpu.max", "cpu.cfs_quota_us")):
             (root / "cgroup.subtree_control").write_text("+cpu")
     except OSError:
         with suppress(OSError):
@@ -455,6 +501,51 @@ def _remove_cgroup(path: Path) -> None:
             if monotonic_s() > deadline_s:
                 return
             SystemClock().sleep_s(0.02)
+
+
+def make_disk(mount: Path) -> Path:
+    """Return `mount`, a new folder with a small file system of its own: ext4 in a file beside it.
+
+    Raises
+    ------
+    EnvironmentLacks
+        It cannot be made or mounted.
+    """
+    mount.mkdir(parents=True)
+    image = mount.with_name(f"{mount.name}.img")
+    with image.open("wb") as file:
+        file.truncate(DISK_BYTES)
+    # Without a journal: what a rank writes is written in its own name, and so can be limited.
+    for command in (["mkfs.ext4", "-qF", "-O", "^has_journal", str(image)], ["mount", "-o", "loop", str(image), str(mount)]):
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise EnvironmentLacks(f"the command {command[0]} is missing (e2fsprogs, util-linux)") from None
+        except subprocess.CalledProcessError as error:
+            raise EnvironmentLacks(f"{' '.join(command)}: {error.stderr.strip()}") from None
+    return mount
+
+
+def mounts_below(folder: Path) -> list[Path]:
+    """Return where file systems are mounted below `folder`."""
+    with suppress(OSError):
+        lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+        return [path for line in lines if (path := Path(line.split()[1])).is_relative_to(folder)]
+    return []
+
+
+def thaw_below(folder: Path) -> None:
+    """Thaw each frozen disk below `folder`."""
+    for mount in mounts_below(folder):
+        subprocess.run(["fsfreeze", "--unfreeze", str(mount)], check=False, capture_output=True)
+
+
+def unmount_below(folder: Path) -> None:
+    """Unmount and delete the disks below `folder`, frozen or not."""
+    thaw_below(folder)
+    for mount in mounts_below(folder):
+        subprocess.run(["umount", "--lazy", str(mount)], check=False, capture_output=True)
+        mount.with_name(f"{mount.name}.img").unlink(missing_ok=True)
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

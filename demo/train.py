@@ -1,7 +1,9 @@
 """Train a small byte-level transformer on the Python manual, data-parallel; start it with torchrun or anything alike."""
 
 import argparse
+import contextlib
 import hashlib
+import mmap
 import os
 import random
 import signal
@@ -9,6 +11,7 @@ import socket
 import threading
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -67,6 +70,68 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
+class Oddities:
+    """What real jobs do beside plain steps, each by an option of its own; none of it unless asked for."""
+
+    def __init__(self, options: argparse.Namespace, rank: int) -> None:
+        self._options, self._rank = options, rank
+        self._cache = torch.randint(0, 256, (options.cache_mb << 20,), dtype=torch.uint8)
+        self._file = options.data_dir / os.environ.get("EAGLEEYE_NODE", "") / "data" if options.data_dir else None
+
+    def size(self) -> int:
+        """Passages of the batch now."""
+        if self._options.batch_file and self._options.batch_file.exists():
+            return int(self._options.batch_file.read_text())
+        return int(self._options.batch_size)
+
+    def load(self) -> None:
+        """Read here and there in the cache; write a little to the disk and wait until it is there."""
+        if pages := len(self._cache) // mmap.PAGESIZE:
+            self._cache[torch.randint(0, pages, (pages // 2,)) * mmap.PAGESIZE].sum()
+        if self._file:
+            with self._file.open("wb") as file:
+                file.write(os.urandom(self._options.data_bytes))
+                file.flush()
+                os.fdatasync(file.fileno())
+
+    def wait(self, size: int) -> None:
+        """Wait as long as an accelerator would compute: longer for larger batches."""
+        if self._options.pace:
+            time.sleep(self._options.pace * size / self._options.batch_size)
+
+    def after(self, step: int, model: nn.Module, text: Tensor) -> None:
+        """Evaluate, or let rank 0 write a whole copy while the others wait for it, when it is time."""
+        options = self._options
+        if options.eval_every and step % options.eval_every == 0:
+            with self._phase("eval"), torch.no_grad():
+                until_s = time.monotonic() + options.eval_seconds
+                for n in range(10**9):
+                    given, _ = batch(text, options.batch_size, options.context, f"eval {n} {self._rank}")
+                    model(given)
+                    time.sleep(options.pace / 3)
+                    if time.monotonic() > until_s:
+                        break
+        if options.copy_every and step % options.copy_every == 0 and (self._rank == 0 or options.copy_all):
+            with self._phase("checkpoint"):
+                until_s = time.monotonic() + options.copy_seconds
+                while time.monotonic() < until_s:
+                    self.load()
+                    time.sleep(0.05)
+
+    def idle(self, model: nn.Module, text: Tensor) -> None:
+        """Never train: sleep, or answer requests that come now and then, on each rank by itself."""
+        draw = random.Random(f"{self._options.seed} {self._rank}")
+        while self._options.idle == "sleep":
+            time.sleep(1.0)
+        with torch.no_grad():
+            while True:
+                time.sleep(draw.expovariate(1.0))
+                model(batch(text, draw.randint(1, 32), self._options.context, str(draw.random()))[0])
+
+    def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._options.untold else progress.phase(name)
+
+
 def notice_sigterm() -> threading.Event:
     """Return an event that SIGTERM sets, so that the step in hand is finished and saved before the end.
 
@@ -100,6 +165,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=25, metavar="STEPS")
     parser.add_argument("--no-cache", action="store_true", help="print the fingerprints of saves without saving")
+    odd = parser.add_argument_group("oddities")
+    odd.add_argument("--pace", type=float, default=0.0, metavar="S", help="wait in each step, as if an accelerator computed")
+    odd.add_argument("--data-dir", type=Path, metavar="DIR", help="each step writes a file to DIR/NODE")
+    odd.add_argument("--data-bytes", type=int, default=32768, metavar="N", help="size of that file; default %(default)s")
+    odd.add_argument("--cache-mb", type=int, default=0, metavar="MB", help="held in memory, a part of it read in each step")
+    odd.add_argument("--eval-every", type=int, default=0, metavar="STEPS")
+    odd.add_argument("--eval-seconds", type=float, default=8.0, metavar="S")
+    odd.add_argument("--copy-every", type=int, default=0, metavar="STEPS", help="how often rank 0 writes a whole copy")
+    odd.add_argument("--copy-seconds", type=float, default=8.0, metavar="S", help="how long that takes")
+    odd.add_argument("--copy-all", action="store_true", help="every rank writes a copy")
+    odd.add_argument("--batch-file", type=Path, metavar="FILE", help="once it is there, the batch has the size that it says")
+    odd.add_argument("--untold", action="store_true", help="tell steps only, not phases")
+    odd.add_argument("--idle", choices=("sleep", "serve"), help="do not train at all")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -113,6 +191,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     say(f"rank {rank} of {dist.get_world_size()}, {len(text)} bytes, {sum(p.numel() for p in model.parameters())} parameters")
 
+    oddities = Oddities(options, rank)
+    if options.idle:
+        oddities.idle(model, text)
+
     state = {"model": model, "optimizer": optimizer}
     client = None if options.no_cache else Client()
     restored = client.load(into=state) if client else None
@@ -121,10 +203,13 @@ def main() -> None:
         say(f"restored step {restored.step} {where}, parameters {fingerprint(model)}")
 
     for step in range(restored.step + 1 if restored else 1, options.steps + 1):
-        given, wanted = batch(text, options.batch_size, options.context, f"{options.seed} {step} {rank}")
+        oddities.load()
+        size = oddities.size()
+        given, wanted = batch(text, size, options.context, f"{options.seed} {step} {rank}")
         loss = functional.cross_entropy(model(given).flatten(0, 1), wanted.flatten())
         optimizer.zero_grad(set_to_none=False)
         loss.backward()
+        oddities.wait(size)
         mean_loss, end = average_gradients(model, loss, ending.is_set())
         optimizer.step()
         progress.step(step)
@@ -137,6 +222,7 @@ def main() -> None:
                     handle.wait("cached", 5.0)
                 say(f"ended in order after step {step}")
                 os._exit(128 + signal.SIGTERM)
+        oddities.after(step, model, text)
     dist.destroy_process_group()
 
 

@@ -211,6 +211,85 @@ def _model(wanted: str, data: dict[str, Any]) -> tuple[Any, str]:
     return models.load(settings, wanted)
 
 
+def _explain_options(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--replay", metavar="DIR", help="a recorded trace, judged up to --at")
+    where.add_argument("--scorer", metavar="URL", help="where `eagleeye score` serves, for example http://127.0.0.1:9471")
+    parser.add_argument("--job", metavar="J", help="with --scorer: the training job")
+    parser.add_argument(
+        "--at", metavar="TIME",
+        help="with --replay: first (anomalous verdict), 2026-03-02T08:31:10Z, or a time since the trace's start such as 25m; "
+        "default: the first, else the end",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rank", metavar="R", type=int, action="append", default=[],
+        help="the rank to explain; may be repeated; default: the suspects and two that lie out furthest after them",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--learn", metavar="TIME", help="as for score")
+    parser.add_argument("--model", metavar="NAME", help="as for score")
+
+
+def _explain(options: argparse.Namespace) -> int:
+    import json
+
+    from eagleeye.online import explain
+    from eagleeye.records import to_json
+
+    if options.scorer:
+        from eagleeye.actions.scorer_client import check_address
+
+        of_replay = next((f"--{name}" for name in ("at", "learn", "model") if getattr(options, name) is not None), None)
+        if of_replay:
+            raise UsageError(f"{of_replay} belongs to --replay: a scorer tells of its newest verdict alone")
+        if not options.job:
+            raise UsageError("--scorer needs --job, the training job")
+        check_address(options.scorer)
+        found = explain.ask(options.scorer, options.job, options.rank)
+    else:
+        found = _explain_replay(options)
+    print(json.dumps(to_json(found)) if options.json else explain.text(found), end="\n" if options.json else "")
+    return 0
+
+
+def _explain_replay(options: argparse.Namespace) -> Any:
+    from eagleeye import config
+    from eagleeye.errors import NoData
+    from eagleeye.online import explain
+    from eagleeye.online.judge import Judge, Settings
+    from eagleeye.source.trace import TraceSource
+
+    if options.job:
+        raise UsageError("--job belongs to --scorer: a trace is of one job")
+    data = _file(options)
+    settings = config.settings(Settings, "online", data, {"learn_s": options.learn, "model": options.model})
+    source = TraceSource(options.replay)
+    explain.check_ranks(source.job, source.ranks, options.rank)
+    end_s = None
+    if options.at not in (None, "first"):
+        end_s = explain.tick_s(source, _instant(options.at, float(source.stamps_s[0])))
+    model, name = _model(settings.model, data)
+    grounds = explain.at(source, Judge(settings, model, name), end_s)
+    if options.at == "first" and grounds.verdict.decision.value != "anomalous":
+        raise NoData(f"no verdict on {options.replay} is anomalous; choose another time with --at")
+    return explain.explain(grounds, options.rank)
+
+
+def _instant(text: str, start_s: float) -> float:
+    """Return what --at means, in seconds since the epoch; UTC where no zone is told."""
+    from datetime import UTC, datetime
+
+    from eagleeye import config
+
+    with suppress(ConfigError):
+        return start_s + config.duration_s(text)
+    try:
+        told = datetime.fromisoformat(text)
+    except ValueError:
+        raise UsageError(f"--at {text!r} is no time; write first, 2026-03-02T08:31:10Z, or 25m after the trace's start") from None
+    return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp()
+
+
 def _remediate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scorer", metavar="URL", default="http://127.0.0.1:9471", help="where `eagleeye score` serves; default %(default)s"
@@ -486,15 +565,21 @@ def _promote(options: argparse.Namespace) -> int:
 def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("traces", metavar="DIR", nargs="+", help="recorded traces with labels")
     parser.add_argument(
-        "--verdicts", metavar="OUT", required=True, help="folder of the verdicts, from eagleeye score --replay --out-dir"
+        "--verdicts", metavar="OUT", help="judge the verdicts in this folder, from eagleeye score --replay --out-dir"
     )
+    parser.add_argument(
+        "--methods", metavar="NAME[,NAME...]",
+        help="replay the traces by these instead: default, transom, only:MEMBER, without:MEMBER, without:rules, a baseline, "
+        "or the groups ablation, baselines, all; without either option: default",
+    )  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that replay; default 1")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON, too")
     parser.add_argument("--plots", metavar="DIR", help="write plots, too")
-    parser.add_argument("--track", action="store_true", help="log the figures to MLflow, too")
+    parser.add_argument("--track", action="store_true", help="log figures, tables and plots to MLflow, too")
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow's store; default eagleeye-data/mlflow.db")
     parser.add_argument(
         "--at-least", metavar="NAME=SHARE", action="append", default=[],
-        help="exit 1 when recall, culprit or blame_precision lies below; may be repeated",
+        help="exit 1 when recall, culprit or blame_precision of the first method lies below; may be repeated",
     )  # fmt: skip
 
 
@@ -504,32 +589,71 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     from eagleeye import config, models
     from eagleeye.files import write_whole
-    from eagleeye.offline import evaluate, judging
+    from eagleeye.offline import evaluate, judging, plots
 
-    results = evaluate.evaluate([Path(folder) for folder in options.traces], Path(options.verdicts))
-    missed = evaluate.below(judging.total(results), options.at_least)
-    print(evaluate.table(results))
+    if options.verdicts and options.methods:
+        raise UsageError("--verdicts are judged as they are and --methods make new ones; give one of the two")
+    folders, data = [Path(folder) for folder in options.traces], _file(options)
+    bars = evaluate.bars(options.at_least)
+    if options.verdicts:
+        found = {"recorded": evaluate.evaluate(folders, Path(options.verdicts))}
+    else:
+        methods, groups = _methods(data)
+        names = evaluate.chosen(options.methods or "default", tuple(methods), groups)
+        found = evaluate.compare(folders, {name: methods[name] for name in names}, options.jobs, _replayed)
+    missed = evaluate.below(judging.total(next(iter(found.values()))), bars)
+    print(evaluate.report(found))
     if options.json:
-        write_whole(Path(options.json), json.dumps(evaluate.as_json(results), indent=1) + "\n")
+        write_whole(Path(options.json), json.dumps(evaluate.everything(found), indent=1) + "\n")
     if options.plots:
-        try:
-            evaluate.plot(results, Path(options.plots))
-        except OSError as error:
-            reason = error.strerror or error
-            raise EnvironmentLacks(f"cannot write the plots to {options.plots}: {reason}; free some space") from None
+        plots.draw(found, Path(options.plots))
     if options.track:
-        data = _file(options)
         settings = config.settings(models.Settings, "offline", data, {"tracking_uri": options.tracking_uri})
-        print(f"run {evaluate.track(results, settings, Path(options.verdicts))} in {settings.uri}", file=sys.stderr)
+        about = {"methods": ", ".join(found), "verdicts": options.verdicts or "replayed"}
+        print(f"run {evaluate.track(found, settings, about)} in {settings.uri}", file=sys.stderr)
     for sentence in missed:
         print(f"eagleeye evaluate: {sentence}", file=sys.stderr)
     return 1 if missed else 0
+
+
+def _methods(data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return every method that can replay a trace by its name, and the groups of names."""
+    from dataclasses import replace
+    from functools import partial
+
+    from eagleeye import config
+    from eagleeye.detectors.ensemble import MEMBERS
+    from eagleeye.offline.baselines import BASELINES
+    from eagleeye.online.judge import Settings
+
+    usual = config.settings(Settings, "online", data, {})
+    ours = {"default": usual, "transom": replace(usual, policy="transom", members=())}
+    ours |= {f"without:{name}": replace(usual, members=tuple(other for other in MEMBERS if other != name)) for name in MEMBERS}
+    ours |= {"without:rules": replace(usual, rules=False)}
+    ours |= {f"only:{name}": replace(usual, members=(name,), rules=False) for name in MEMBERS}
+    methods: dict[str, Any] = {name: partial(_judged, settings) for name, settings in ours.items()}
+    return methods | BASELINES, {"all": [*methods, *BASELINES], "ablation": list(methods), "baselines": list(BASELINES)}
+
+
+def _judged(settings: Any, source: Any) -> Any:
+    """Replay a trace as `score --replay --model none` does. A function of the module, so that other processes find it."""
+    from eagleeye.online.judge import Judge
+    from eagleeye.online.replay import verdicts
+
+    return verdicts(source, Judge(settings))
+
+
+def _replayed(done: int, of: int, method: str, trace: str) -> None:
+    same_line, text = sys.stderr.isatty(), f"replayed {done} of {of}: {method} on {trace}"
+    if same_line or done == of or 20 * done // of > 20 * (done - 1) // of:
+        print(f"\r{text:78.78}" if same_line else text, end="" if same_line and done < of else "\n", file=sys.stderr, flush=True)
 
 
 VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "export": ("Serve this node's counters to Prometheus.", _export_options, _export),
     "record": ("Record a live job as a trace.", _record_options, _record),
     "score": ("Judge live jobs, or recorded traces with --replay.", _score_options, _score),
+    "explain": ("Tell why a rank was blamed, and why another was not.", _explain_options, _explain),
     "remediate": (
         "Plan what should be done about incidents, and write it down; nothing is touched without --act.",
         _remediate_options,
@@ -543,6 +667,6 @@ VERBS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[
     "launch": ("Start a training script on this node, restart it, leave out bad nodes.", _launch_options, _launch),
     "train": ("Learn from history or traces, and register a candidate.", _train_options, _train),
     "promote": ("Make a registered version the live one.", _promote_options, _promote),
-    "evaluate": ("Judge verdicts on labelled traces.", _evaluate_options, _evaluate),
+    "evaluate": ("Judge methods, or recorded verdicts, on labelled traces.", _evaluate_options, _evaluate),
     "report": ("Write one page about a recorded trace and its verdicts.", _report_options, _report),
 }

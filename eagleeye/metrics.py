@@ -30,7 +30,8 @@ class Metric:
 
     `join` says how several series of one rank (the ports of its node, say) become one value. `compared` columns are compared
     between ranks by the detectors; the others are facts for the rules (an age, a counter, a state). `noise` is a difference between
-    ranks that is ordinary however quiet the metric was while it was learned; None leaves that to the unit.
+    ranks that is ordinary however quiet the metric was while it was learned; None leaves that to the unit. `worse` is the side of the
+    peers on which a sick rank lies, None for both.
     """
 
     column: str
@@ -43,6 +44,7 @@ class Metric:
     extra_labels: tuple[str, ...] = ()
     compared: bool = True
     noise: float | None = None
+    worse: Literal["high", "low"] | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -85,6 +87,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "Core temperature.",
         "max",
         noise=3.0,
+        worse="high",
     ),
     Metric(
         "gpu_sm_clock_hertz",
@@ -94,6 +97,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "gpu_sm_clock_hertz",
         "Clock of the streaming multiprocessors.",
         "min",
+        worse="low",
     ),
     # InfiniBand and RoCE ports, from /sys/class/infiniband
     Metric(
@@ -103,6 +107,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         PREFIX + "infiniband_port_data_transmitted_bytes_total",
         "Data sent by the port (port_xmit_data x 4).",
+        worse="low",
     ),
     Metric(
         "ib_receive_bytes_per_second",
@@ -111,6 +116,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         PREFIX + "infiniband_port_data_received_bytes_total",
         "Data received by the port (port_rcv_data x 4).",
+        worse="low",
     ),
     Metric(
         "ib_transmit_wait_ticks_per_second",
@@ -119,8 +125,18 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         PREFIX + "infiniband_port_transmit_wait_total",
         "Ticks in which the port had data to send and no credit.",
+        worse="high",
     ),
-    Metric("ib_transmit_wait_ratio", "1", "port", "gauge", None, "Share of time with data to send and no credit.", "max"),
+    Metric(
+        "ib_transmit_wait_ratio",
+        "1",
+        "port",
+        "gauge",
+        None,
+        "Share of time with data to send and no credit.",
+        "max",
+        worse="high",
+    ),
     Metric(
         "ib_port_errors_per_second",
         "1/s",
@@ -128,6 +144,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         PREFIX + "infiniband_port_errors_total",
         "Symbol, link-recovery, receive and discard errors of the port.",
+        worse="high",
     ),
     Metric(
         "ib_port_up",
@@ -147,6 +164,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         PREFIX + "network_transmit_bytes_total",
         "Bytes sent by the device.",
+        worse="low",
     ),
     Metric(
         "network_receive_bytes_per_second",
@@ -155,6 +173,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         PREFIX + "network_receive_bytes_total",
         "Bytes received by the device.",
+        worse="low",
     ),
     Metric(
         "network_errors_per_second",
@@ -164,6 +183,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "network_errors_total",
         "Errors and drops of the device, both directions.",
         noise=1.0,
+        worse="high",
     ),
     Metric(
         "network_up",
@@ -182,7 +202,8 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         PREFIX + "network_tcp_retransmits_total",
         "TCP segments sent again.",
-        noise=20.0,
+        noise=4.0,
+        worse="high",
     ),
     Metric(
         "network_send_queue_bytes",
@@ -191,7 +212,8 @@ CATALOGUE: tuple[Metric, ...] = (
         "gauge",
         PREFIX + "network_tcp_send_queue_bytes",
         "Bytes that wait in the send queues of established TCP connections, mean over the time since the last scrape.",
-        noise=32768.0,
+        noise=8192.0,
+        worse="high",
     ),
     # The rank's process, from /proc
     Metric(
@@ -239,6 +261,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "counter",
         PREFIX + "process_run_wait_seconds_total",
         "Time in which threads of the process were ready to run but did not get a CPU.",
+        worse="high",
     ),
     Metric(
         "process_memory_bytes",
@@ -288,6 +311,7 @@ CATALOGUE: tuple[Metric, ...] = (
         PREFIX + "train_compute_seconds",
         "Time of the newest step spent outside collectives.",
         "max",
+        worse="high",
     ),
     Metric(
         "train_collective_ratio",
@@ -326,6 +350,7 @@ CATALOGUE: tuple[Metric, ...] = (
         "gauge",
         None,
         "Share of time in which the rank waits in collectives, from a step profiler.",
+        worse="low",
     ),
     # Error lines of logs in a sliding window
     Metric(

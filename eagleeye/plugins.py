@@ -21,6 +21,7 @@ TABLE: dict[tuple[str, str], str] = {
     ("detector", "knn_dtw"): "eagleeye.detectors.knn_dtw:KnnDtw",
     ("detector", "matrix_profile"): "eagleeye.detectors.matrix_profile:KnnMatrixProfile",
     ("detector", "lof"): "eagleeye.detectors.lof:Lof",
+    ("detector", "peer_deviation"): "eagleeye.detectors.peer_deviation:PeerDeviation",
     ("backend", "dryrun"): "remediation.dryrun:DryRun",
     ("backend", "local"): "remediation.local:Local",
 }

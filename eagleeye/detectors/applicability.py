@@ -5,7 +5,7 @@ TRANSOM section IV says itself that its detectors only suit busy jobs, and flags
 
 import numpy as np
 
-from eagleeye.detectors.peers import compared
+from eagleeye.detectors.peers import MIN_PEERS, compared
 from eagleeye.detectors.rules import TRAINING, ended
 from eagleeye.window import Window
 
@@ -15,6 +15,9 @@ BUSY_RATIO = 0.05
 RECENT_POINTS = 6
 MEMORY_POINTS = 16
 """No detector's newest stretch reaches further back, the median of five included."""
+
+WORK = ("gpu_tensor_active_ratio", "gpu_power_watts", "ib_transmit_bytes_per_second", "network_transmit_bytes_per_second")
+IN_STEP_RATIO = 0.25
 
 PHASES = {0: "starts up", 2: "evaluates", 3: "writes a checkpoint", 4: "loads a checkpoint", 5: "has finished"}
 
@@ -45,6 +48,38 @@ def _use_metrics(window: Window, *, steps: bool) -> list[str]:
     foreign = sorted(m for m in window.foreign_units if window.unit(m) == "1" and ("utilization" in m or "busy" in m))
     names = ["gpu_utilization_ratio", *foreign, *([] if steps else ["process_cpu_ratio"])]
     return [name for name in names if window.has(name)]
+
+
+def out_of_step(window: Window) -> str | None:
+    """Return why the ranks do not work in step, in words, or None: inference and notebooks keep each rank busy on its own.
+
+    `window` is what would be learned from. In synchronous training ranks of one group rise and fall together, so that their spread at
+    an instant is small beside the level in at least one metric of use or work; where it is in none, peers are no measure.
+    """
+    ratios = {}
+    groups = np.array(window.groups)
+    for metric in (*_use_metrics(window, steps=False), *(m for m in WORK if window.has(m))):
+        worst = 0.0
+        for group in set(window.groups):
+            values_RT = window.column_RT(metric)[groups == group].astype(np.float64)
+            values_RT = values_RT[np.isfinite(values_RT).mean(axis=1) > 0.5]
+            if len(values_RT) < MIN_PEERS:
+                continue
+            values_RT = np.where(np.isfinite(values_RT), values_RT, np.nanmedian(values_RT, axis=1)[:, None])
+            middle_T = np.median(values_RT, axis=0)
+            level = float(np.quantile(np.abs(middle_T), 0.9))
+            away_RT = values_RT - middle_T
+            away_RT -= np.median(away_RT, axis=1)[:, None]
+            spread = 1.4826 * float(np.median(np.median(np.abs(away_RT), axis=0)))
+            # where most ranks do nothing at an instant, the median rank shows neither level nor spread
+            spread = max(spread, float(np.median(away_RT.std(axis=0))) / 2)
+            worst = max(worst, spread / level if level > 0 else np.inf)
+        if worst:
+            ratios[metric] = worst
+    if not ratios or min(ratios.values()) < IN_STEP_RATIO:
+        return None
+    metric = min(ratios, key=lambda m: ratios[m])
+    return f"the ranks do not work in step ({metric} spreads by {min(ratios[metric], 9.99):.0%} between them), so this is no synchronous training"
 
 
 def missing(window: Window, share: float = 0.5) -> str | None:

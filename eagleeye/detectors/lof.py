@@ -6,12 +6,12 @@ differences to the peers, and a threshold from held-out normal windows, never a 
 
 from collections.abc import Sequence
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.neighbors import LocalOutlierFactor
 
 from eagleeye.detectors.base import Model, Score, abstain
-from eagleeye.detectors.peers import MIN_PEERS
+from eagleeye.detectors.peers import MIN_PEERS, use_threads
 from eagleeye.detectors.thresholds import MARGIN
 from eagleeye.window import Window
 
@@ -22,17 +22,71 @@ FOLDS = 4
 """Groups of jobs, each calibrated by what the others taught."""
 
 
+@numba.njit(cache=True, parallel=True)
+def _neighbours(query_QF, known_FN, k, itself):  # type: ignore[no-untyped-def]
+    """(Q, k) squared distances to the k nearest known vectors, nearest first, and their indices; without the q-th if `itself`."""
+    Q, F = query_QF.shape
+    N = known_FN.shape[1]
+    squared_QK, index_QK = np.empty((Q, k)), np.empty((Q, k), dtype=np.int64)
+    for q in numba.prange(Q):
+        squared_N = np.zeros(N)
+        for f in range(F):
+            for n in range(N):
+                step = known_FN[f, n] - query_QF[q, f]
+                squared_N[n] += step * step
+        nearest, index = squared_QK[q], index_QK[q]
+        nearest[:], index[:] = np.inf, 0
+        for n in range(N):
+            place = k - 1
+            if squared_N[n] < nearest[place] and not (itself and n == q):
+                while place > 0 and nearest[place - 1] > squared_N[n]:
+                    nearest[place], index[place] = nearest[place - 1], index[place - 1]
+                    place -= 1
+                nearest[place], index[place] = squared_N[n], n
+    return squared_QK, index_QK
+
+
+class Known:
+    """Normal vectors and how dense they lie: what a query's density is compared with.
+
+    Differs from scikit-learn only where several vectors are equally far: which of them are the nearest is chance here as there.
+    """
+
+    def __init__(self, vectors_NF: NDArray[np.float64], neighbours: int) -> None:
+        """Measure the density around each of the vectors, of which there must be at least two."""
+        self.vectors_NF = vectors_NF
+        self._known_FN = np.ascontiguousarray(vectors_NF.T, dtype=np.float64)
+        self._k = min(neighbours, len(vectors_NF) - 1)
+        distance_NK, index_NK = self._nearest(vectors_NF, itself=True)
+        self._reach_N = distance_NK[:, -1]
+        self._density_N = self._density(distance_NK, index_NK)
+
+    def factor_Q(self, query_QF: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return (Q,) local outlier factors: the mean density around a query's neighbours over the density around the query."""
+        distance_QK, index_QK = self._nearest(query_QF, itself=False)
+        return np.asarray(self._density_N[index_QK].mean(axis=1) / self._density(distance_QK, index_QK))
+
+    def _nearest(self, query_QF: NDArray[np.float64], itself: bool) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        use_threads(len(query_QF) * self._known_FN.size // 4)
+        squared_QK, index_QK = _neighbours(np.ascontiguousarray(query_QF, dtype=np.float64), self._known_FN, self._k, itself)
+        return np.sqrt(squared_QK), index_QK
+
+    def _density(self, distance_QK: NDArray[np.float64], index_QK: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return (Q,) local reachability densities; 1e-10 as in scikit-learn, so that equal vectors are dense, not infinitely."""
+        return np.asarray(1.0 / (np.maximum(distance_QK, self._reach_N[index_QK]).mean(axis=1) + 1e-10))
+
+
 class Lof:
     """Local outlier factor of a rank's newest values, one feature a metric.
 
-    The model keeps the (N, F) training vectors, not a pickled estimator; fitting them again takes milliseconds and happens once.
+    The model keeps the (N, F) training vectors, not a pickled estimator; measuring them again takes milliseconds, once.
     """
 
     name = "lof"
 
     def __init__(self, neighbours: int = 20, vectors: int = 1000) -> None:
         self.neighbours, self.vectors = neighbours, vectors
-        self._fitted: tuple[NDArray[np.float64], LocalOutlierFactor] | None = None
+        self._known: Known | None = None
 
     def fit(self, windows: Sequence[Window], normal: Sequence[Window]) -> Model:
         """Keep an even sample of at most `vectors` instants of `windows`; set the threshold from `normal`.
@@ -63,8 +117,9 @@ class Lof:
         score_R = self._factor_R(model, window) / model["threshold"]
         newest_RM = np.nan_to_num(np.abs(window.values_RMT[:, :, -1]))
         furthest_R = np.argmax(newest_RM, axis=1)
-        evidence = tuple(window.metrics[m] if np.isfinite(s) else "" for m, s in zip(furthest_R, score_R, strict=True))
-        if not np.isfinite(score_R).any():
+        judged_R = np.isfinite(score_R)
+        evidence = tuple(window.metrics[m] if ok else "" for m, ok in zip(furthest_R.tolist(), judged_R.tolist(), strict=True))
+        if not judged_R.any():
             return abstain(self.name, window, "no rank was observed")
         return Score(self.name, score_R, None, evidence)
 
@@ -80,13 +135,12 @@ class Lof:
 
     def _factor_R(self, model: Model, window: Window) -> NDArray[np.float64]:
         vectors_NF = model["vectors_NF"]
-        if self._fitted is None or self._fitted[0] is not vectors_NF:
-            k = min(self.neighbours, len(vectors_NF) - 1)
-            self._fitted = (vectors_NF, LocalOutlierFactor(n_neighbors=k, novelty=True).fit(vectors_NF))
+        if self._known is None or self._known.vectors_NF is not vectors_NF:
+            self._known = Known(vectors_NF, self.neighbours)
         newest_RM = window.values_RMT[:, :, -1].astype(np.float64)
-        factor_R = -self._fitted[1].score_samples(np.nan_to_num(newest_RM))
+        factor_R = self._known.factor_Q(np.nan_to_num(newest_RM))
         factor_R[np.isnan(newest_RM).all(axis=1)] = np.nan
-        return np.asarray(factor_R)
+        return factor_R
 
 
 def _too_few(vectors_NF: NDArray[np.float64]) -> bool:
@@ -96,3 +150,16 @@ def _too_few(vectors_NF: NDArray[np.float64]) -> bool:
 def _vectors(values_RMT: NDArray[np.float32]) -> NDArray[np.float64]:
     R, M, T = values_RMT.shape
     return np.moveaxis(values_RMT, 1, 2).reshape(R * T, M).astype(np.float64)
+
+
+def check_kernel(vectors_NF: NDArray[np.float64], query_QF: NDArray[np.float64], neighbours: int) -> float:
+    """Return the largest relative difference between this module's factors and scikit-learn's for the same vectors.
+
+    scikit-learn is not used online: its import takes a second, and most of a small query's time goes into checking arguments.
+    """
+    from sklearn.neighbors import LocalOutlierFactor
+
+    k = min(neighbours, len(vectors_NF) - 1)
+    theirs_Q = -LocalOutlierFactor(n_neighbors=k, novelty=True).fit(vectors_NF).score_samples(query_QF)
+    ours_Q = Known(vectors_NF, neighbours).factor_Q(query_QF)
+    return float(np.max(np.abs(ours_Q - theirs_Q) / np.abs(theirs_Q)))

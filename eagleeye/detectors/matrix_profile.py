@@ -1,11 +1,9 @@
 """KNN matrix profile: is this rank like itself earlier?
 
 Source: TRANSOM, section IV; Yeh et al., Matrix Profile I (10.1109/ICDM.2016.0179) for the profile; the k-th instead of the
-first neighbour so that an
-anomaly that happened once before does not excuse itself. *Differs*: subsequences are not z-normalised (a normalised profile
-cannot
-see a level shift or a constant stretch, and these are what faults look like), only earlier subsequences count (left profile), and
-the series is the rank's difference to its peers.
+first neighbour so that an anomaly that happened once before does not excuse itself. *Differs*: subsequences are not z-normalised
+(a normalised profile cannot see a level shift or a constant stretch, and these are what faults look like), only earlier
+subsequences count (left profile), and the series is the rank's difference to its peers.
 """
 
 import importlib
@@ -16,40 +14,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleeye.detectors.base import Model, Score, abstain
+from eagleeye.detectors.peers import plain, use_threads
 from eagleeye.detectors.thresholds import threshold_M
 from eagleeye.window import Window
 
 
-@numba.njit(cache=True, parallel=True, fastmath={"contract", "reassoc"})
-def _left_profile(series_ST, m, k):  # type: ignore[no-untyped-def]
-    """Distance of the last m points of each series to its k-th nearest earlier, non-overlapping subsequence -> (S,)."""
-    S, T = series_ST.shape
-    out_S = np.empty(S)
-    for s in numba.prange(S):
-        query = series_ST[s, T - m :]
-        nearest = np.full(k, np.inf)
-        for start in range(T - 2 * m + 1):
-            total = 0.0
+@numba.njit(cache=True, parallel=True)
+def _left_profile(values_RMT, m, k):  # type: ignore[no-untyped-def]
+    """(R, M) distance of the last m points of each series to its k-th nearest earlier, non-overlapping subsequence; NaN where the
+    series has any, or is too short.
+    """
+    R, M, T = values_RMT.shape
+    starts = max(T - 2 * m + 1, 0)
+    out_RM = np.full((R, M), np.nan)
+    for r in numba.prange(R):
+        squared = np.empty(starts)
+        nearest = np.empty(k)
+        for column in range(M):
+            series = values_RMT[r, column]
+            squared[:] = 0.0
             for i in range(m):
-                step = series_ST[s, start + i] - query[i]
-                total += step * step
-            if total < nearest[k - 1]:
+                newest = np.float64(series[T - m + i])
+                for start in range(starts):
+                    step = series[start + i] - newest
+                    squared[start] += step * step
+            nearest[:] = np.inf
+            for start in range(starts):
                 place = k - 1
-                while place > 0 and nearest[place - 1] > total:
-                    nearest[place] = nearest[place - 1]
-                    place -= 1
-                nearest[place] = total
-        out_S[s] = np.sqrt(nearest[k - 1])
-    return out_S
+                if squared[start] < nearest[place]:
+                    while place > 0 and nearest[place - 1] > squared[start]:
+                        nearest[place] = nearest[place - 1]
+                        place -= 1
+                    nearest[place] = squared[start]
+            if nearest[k - 1] < np.inf and not np.isnan(np.sum(series)):
+                out_RM[r, column] = np.sqrt(nearest[k - 1])
+    return out_RM
 
 
 def left_profile_RM(values_RMT: NDArray[np.float32], m: int, k: int) -> NDArray[np.float64]:
-    """Return (R, M): how far the last m points lie from their k-th nearest predecessor; NaN in, NaN out."""
-    R, M, T = values_RMT.shape
-    series_ST = np.ascontiguousarray(values_RMT, dtype=np.float64).reshape(R * M, T)
-    out_S = _left_profile(series_ST, m, k)
-    out_S[np.isnan(series_ST).any(axis=1) | np.isinf(out_S)] = np.nan
-    return np.asarray(out_S.reshape(R, M))
+    """Return (R, M): how far the last m points lie from their k-th nearest predecessor; NaN in, NaN out.
+
+    Only the newest column of the left profile is computed, in O(m T) a series, which is all that a stream asks for.
+    """
+    use_threads(values_RMT.size)
+    return np.asarray(_left_profile(plain(values_RMT), m, k))
 
 
 class KnnMatrixProfile:

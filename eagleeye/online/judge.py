@@ -1,15 +1,19 @@
 """One job, tick by tick: window in, verdict out. The same code judges live jobs and replays."""
 
+import contextlib
+import warnings
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eagleeye.detectors import applicability, diagnosis, ensemble, rules
+from eagleeye.detectors import applicability, diagnosis, ensemble, peers, rules, whole_job
 from eagleeye.detectors.base import Score
 from eagleeye.detectors.ensemble import Ensemble
+from eagleeye.detectors.rules import Limits
 from eagleeye.errors import ModelMismatch, NoData
 from eagleeye.online import vote
+from eagleeye.online.evidence import Evidence
 from eagleeye.records import Category, Decision, Scope, Suspect, Verdict
 from eagleeye.window import Window
 
@@ -20,14 +24,20 @@ class Settings:
 
     learn_s: float = 600.0
     """A job is compared with itself only after this much normal work; until then the verdict is unsure."""
-    quorum: int = 2
-    """Detectors that must agree."""
+    policy: str = "default"
+    """Who votes and how: ``default``, or ``transom`` for the majority of three of the paper."""
+    members: tuple[str, ...] = ()
+    """Members of the policy that take part; all when empty. For comparisons."""
+    rules: bool = True
+    """Whether facts (fatal log lines, lost links, vanished processes) may bypass the vote."""
+    false_alarms: float = 1.0
+    """False alarms per 1000 GPU-days that one member of the vote may raise. Less means later alarms for small deviations."""
     model: str = "champion"
     """Alias or version in the registry; ``none`` learns each job from its own first minutes alone."""
     tick_s: float = 5.0
     """Time between two looks at a live job."""
     confirm_s: float = 10.0
-    """A node is blamed by vote only when every tick of this long, and at least two, suspected it."""
+    """Even the strongest evidence must last this long, and two ticks, before a vote blames anybody."""
     stall_s: float = 10.0
     """No finished step on any rank for this long (and for six usual steps) means that the job stands still."""
     log_lines: int = 10
@@ -38,26 +48,49 @@ class Settings:
     """Port of the service; 0 picks a free one."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.quorum <= len(ensemble.DETECTORS):
-            raise ValueError(f"quorum must lie between 1 and {len(ensemble.DETECTORS)}, not {self.quorum}")
+        if self.policy not in vote.POLICIES:
+            raise ValueError(f"no policy is called {self.policy!r}; there are {', '.join(vote.POLICIES)}")
+        known = (*vote.POLICIES[self.policy].weights, *vote.POLICIES[self.policy].job_weights)
+        for name in self.members:
+            if name not in known:
+                raise ValueError(f"no member of the policy {self.policy} is called {name!r}; there are {', '.join(known)}")
+        if not 0 < self.false_alarms <= 1e6:
+            raise ValueError(f"false_alarms must lie between 0 and 1000000, not {self.false_alarms}")
         if self.log_lines < 1:
             raise ValueError(f"log_lines must be at least 1, not {self.log_lines}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port {self.port} does not exist; use 0 to 65535")
 
     @property
-    def limits(self) -> rules.Limits:
+    def limits(self) -> Limits:
         """When the rules speak."""
-        return rules.Limits(stall_s=self.stall_s, log_lines=self.log_lines)
+        return Limits(stall_s=self.stall_s, log_lines=self.log_lines)
 
 
-STRONG = 2.0
-"""Twice the threshold needs no patience beyond `confirm_s`."""
+HARD = ("gpu_sm_clock", "ib_", "network_", "gpu_temperature", "silent")
+FAR = 6.0
+SOFT_PATIENCE = 3.0
+"""See `Judge._patience_R`."""
+
+STOPPED_S = 120.0
+"""A job that worked and then is idle for this long, and twice as long as it paused before, has stopped."""
+
+FIRST_S = 60.0
+"""After this much work a job is compared with itself for the first time, with double thresholds."""
+
+SUSPICIOUS = 0.2
+"""While a member holds this share of the evidence that it needs against anybody, nothing new is taken for normal."""
+
+GROWING = (2.0, 4.0)
+"""Learned anew after these multiples of `learn_s`."""
+
+MOVED = 1.0
+"""A permanent difference that moves by this many robust standard deviations between two lessons is no permanent one."""
 
 
 @dataclass(slots=True)
 class Judge:
-    """Remembers of one job what it learned in its first minutes and what the last tick said.
+    """Remembers of one job what it learned in its first minutes and the evidence so far.
 
     `model` is a fitted ensemble of other jobs, named `model_name`; without one the job's own first minutes are all there is.
     """
@@ -68,25 +101,45 @@ class Judge:
     _offset_RM: NDArray[np.float32] | None = None
     _members: tuple[tuple[int, str], ...] = ()
     _busy_s: float = 0.0
+    _learned_s: float = 0.0
+    _clean_s: float = 0.0
+    _apart: str = ""
     _last_s: float | None = None
     _own: Ensemble | None = None
-    _since_s: dict[str, float] = field(default_factory=dict)
-    _fresh_since_s: dict[str, float] = field(default_factory=dict)
+    _past: whole_job.Past | None = None
+    _jump_GM: NDArray[np.float32] | None = None
+    _roles: tuple[str, ...] = ()
+    _level: dict[str, NDArray[np.float32]] | None = None
+    _idle_since_s: float | None = None
+    _evidence: Evidence = field(init=False)
+    _before: list[Score] = field(default_factory=list)
     _cannot: str = ""
     scores: list[Score] = field(default_factory=list)
+    """What each member said at the newest tick."""
+    evidence: list[Score] = field(default_factory=list)
+    """The same, accumulated over ticks: above 1 = the member votes for it."""
+
+    def __post_init__(self) -> None:
+        self._evidence = Evidence(self.settings.false_alarms, self.settings.confirm_s)
 
     def length_s(self, step_s: float) -> float:
-        """How much past a window must bring for the next verdict."""
-        return (max(round(self.settings.learn_s / step_s), ensemble.PAST_POINTS, ensemble.least_points()) + 1) * step_s
+        """How much past a window must bring for the next verdict: more when there is something to learn."""
+        coming_s = next((s for s in self._lessons_s(step_s) if s > self._learned_s), 0.0)
+        learning_s = coming_s if self._busy_s + self.settings.tick_s + step_s >= coming_s else 0.0
+        return (max(round(learning_s / step_s), ensemble.PAST_POINTS, ensemble.least_points()) + 1) * step_s
 
     def judge(self, window: Window) -> Verdict:
         """Return the verdict for the end of `window`. Nothing later than the window's end is known or used."""
-        self.scores = []
+        self.scores, self.evidence, self._before = [], [], self.evidence
         window = _watched(window)
         members = tuple(zip(window.ranks, window.nodes, strict=True))
         if members != self._members:
             # another set of ranks is another job as far as permanent differences go
-            self._members, self._offset_RM, self._own, self._busy_s, self._since_s = members, None, None, 0.0, {}
+            self._members, self._offset_RM, self._own, self._past, self._roles = members, None, None, None, ()
+            self._busy_s = self._learned_s = self._clean_s = 0.0
+            self._evidence.forget()
+        if self._roles:
+            window = replace(window, groups=self._roles)
         passed_s = window.step_s if self._last_s is None else window.end_s - self._last_s
         self._last_s = window.end_s
         reason = applicability.missing(window)
@@ -97,13 +150,17 @@ class Judge:
             # a pause in the watching is no work that was watched
             self._busy_s += min(passed_s, 2 * max(window.step_s, self.settings.tick_s))
         worked = self._busy_s > 0
-        finding = rules.check(window, self.settings.limits) if worked or not idle else None
+        finding = rules.check(window, self.settings.limits) if self.settings.rules and (worked or not idle) else None
         if finding and finding.ranks and not rules.ended(window):
             return self._by_rule(window, finding)
         if idle and finding is None:
-            return self._say(window, Decision.NOT_APPLICABLE, idle)
+            return self._stopped(window, idle) or self._say(window, Decision.NOT_APPLICABLE, idle)
+        self._idle_since_s = None
         waiting = self._learn(window)
-        verdict = self._say(window, Decision.UNSURE, waiting) if waiting else self._by_vote(window)
+        if self._apart:
+            return self._say(window, Decision.NOT_APPLICABLE, self._apart)
+        verdict = self._by_vote(window, max(passed_s, 1e-3), waiting)
+        self._clean_s = 0.0 if verdict.decision is Decision.ANOMALOUS else self._clean_s + passed_s
         if finding and verdict.decision is not Decision.ANOMALOUS:
             return self._by_rule(window, finding)
         silent = applicability.missing(window, share=0.0)
@@ -111,62 +168,150 @@ class Judge:
             return self._say(window, Decision.UNSURE, silent, votes=dict(verdict.votes))
         return verdict
 
-    def _learn(self, window: Window) -> str | None:
-        """Learn the job's own normal work once there is enough; return why it is not there yet, or None."""
-        if self._offset_RM is not None:
+    def _stopped(self, window: Window, idle: str) -> Verdict | None:
+        """Say that a job that worked has stopped to, without a phase or an end that explains it, for longer than it ever paused."""
+        if self._idle_since_s is None:
+            self._idle_since_s = window.end_s
+        stood_s = window.end_s - self._idle_since_s
+        longest_s = self._past.pause_points * window.step_s if self._past else np.inf
+        explained = rules.ended(window) or window.has("train_phase") or window.has("process_up")
+        if explained or not self.settings.rules or stood_s < max(STOPPED_S, 2 * longest_s) or self._learned_s < self.settings.learn_s:
             return None
+        reason = f"the job stopped working {stood_s:.0f} s ago, longer than it ever paused, and nothing tells why: {idle}"
+        return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=Category.UNKNOWN, rule="stopped")
+
+    def _learn(self, window: Window) -> str | None:
+        """Learn the job's own normal work as it grows; return why it does not suffice for a verdict yet, or None.
+
+        Nothing is learned anew while somebody is suspected.
+        """
         needed_s = max(self.settings.learn_s, ensemble.least_points() * window.step_s)
         watched_s = min(self._busy_s, window.end_s - window.start_s + window.step_s)
-        if watched_s < needed_s - window.step_s / 2:
-            return f"{self._cannot}learning what is normal for this job: {watched_s:.0f} of {needed_s:.0f} s"
-        past = window.last(needed_s)
-        try:
-            self._own = self.model or ensemble.fit([past])
-            self._offset_RM = self._own.job_offsets(past)
-            self._cannot = ""
-        except NoData as error:
-            self._busy_s, self._cannot = 0.0, f"{error}; "
-            return str(error)
-        return None
+        waiting = f"{self._cannot}learning what is normal for this job: {watched_s:.0f} of {needed_s:.0f} s"
+        due = [s for s in self._lessons_s(window.step_s) if self._learned_s < s <= watched_s + window.step_s / 2]
+        suspicious = any(np.nanmax(s.score_R, initial=0.0) > SUSPICIOUS for s in self._before)
+        waited = watched_s >= 2 * needed_s and self._learned_s < needed_s
+        if due and (not suspicious or waited) and (self._learned_s < needed_s or self._clean_s >= due[-1]):
+            past = window.last(due[-1])
+            try:
+                self._roles = peers.roles(past)
+                window, past = replace(window, groups=self._roles), replace(past, groups=self._roles)
+                self._apart = applicability.out_of_step(past) or ""
+                if self._apart:
+                    self._busy_s = 0.0
+                    return waiting
+                own = self.model or ensemble.fit([past])
+                offset_RM = own.job_offsets(past)
+            except NoData as error:
+                self._busy_s, self._cannot = 0.0, f"{error}; "
+                return str(error)
+            if self._own is not None and self._offset_RM is not None and self._learned_s >= needed_s:
+                offset_RM = _kept_where_it_moved(self._own, self._offset_RM, own, offset_RM)
+            self._own, self._offset_RM, self._past, self._cannot = own, offset_RM, whole_job.learn(past), ""
+            self._jump_GM, self._learned_s = own.job_jumps(past), due[-1]
+            with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):  # ranks that were never heard
+                self._level = {m: np.nanmean(past.column_RT(m), axis=1) for m in past.metrics}
+            self._evidence.forget()
+        return waiting if self._learned_s < needed_s - window.step_s / 2 else None
 
-    def _by_vote(self, window: Window) -> Verdict:
-        assert self._own is not None
-        assert self._offset_RM is not None
+    def _lessons_s(self, step_s: float) -> list[float]:
+        """Return after how much work there is something to learn: the first minutes, `learn_s`, and multiples of it."""
+        least_s = ensemble.least_points() * step_s
+        needed_s = max(self.settings.learn_s, least_s)
+        return [max(FIRST_S, least_s), needed_s, *(needed_s * times for times in GROWING)]
+
+    def _heard(self, window: Window) -> tuple[list[Score], list[Score]]:
+        """Return what the members say of ranks, and of the job. Raises ModelMismatch."""
+        policy, chosen = vote.POLICIES[self.settings.policy], self.settings.members
+        if self._own is None or self._offset_RM is None or self._past is None:
+            own = ensemble.shipped(window)
+            unknown_RM = np.zeros((len(window.ranks), len(own.scale.metrics) if own else 0), np.float32)
+            each, whole = own.score(window, unknown_RM) if own else [], []
+        else:
+            whole = whole_job.scores(self._past, window)
+            each = self._own.score(window, self._offset_RM, whole_job.unfamiliar(self._past, window), self._jump_GM)
+        if self._learned_s < self.settings.learn_s:
+            # little was seen of this job: whoever is to be blamed must lie out twice as far
+            each, whole = ([replace(s, score_R=s.score_R / 2) for s in scores] for scores in (each, whole))
+        taking = [s for s in (*each, *whole) if not chosen or s.detector in chosen]
+        return [s for s in taking if s.detector in policy.weights], [s for s in taking if s.detector in policy.job_weights]
+
+    def _by_vote(self, window: Window, passed_s: float, waiting: str | None) -> Verdict:
+        """Return the verdict of the vote; while the job is being learned only what lies out far is told."""
         try:
-            self.scores = self._own.score(window, self._offset_RM)
+            of_ranks, of_job = self._heard(window)
         except ModelMismatch as error:
             return self._say(window, Decision.UNSURE, str(error))
-        ballot = vote.tally(self.scores, self.settings.quorum)
-        self._since_s = vote.suspected_since_s(self._since_s, ballot, window)
-        if not ballot.judged:
+        except NoData:
+            of_ranks, of_job = [], []
+        policy = vote.POLICIES[self.settings.policy]
+        self.scores = [*of_ranks, *of_job]
+        if policy.by_task and not waiting and of_ranks:
+            return self._blame(window, vote.by_task(of_ranks), of_ranks)
+        tails, memory = (self._own.tails, self._own.memory | whole_job.MEMORY_POINTS) if self._own else ({}, {})
+        patience_R = self._patience_R(of_ranks) if of_ranks else 1.0
+        self.evidence = evidence = self._evidence.add(self.scores, tails, memory, passed_s, patience_R)
+        votes = self._nobody() | {s.detector: s.fired for s in evidence}
+        least = min(2.0, sum(policy.weights[s.detector] for s in of_ranks))
+        ballot = vote.tally(of_ranks, policy.weights, evidence[: len(of_ranks)], least) if of_ranks else None
+        whole = vote.tally(of_job, policy.job_weights, evidence[len(of_ranks) :], 1.0) if of_job else None
+        if ballot and ballot.suspects and not policy.by_task:
+            verdict = self._blame(window, replace(ballot, votes=votes), of_ranks)
+            if verdict.decision is Decision.ANOMALOUS:
+                return verdict
+        if whole and whole.suspects:
+            return self._whole(window, votes)
+        if waiting:
+            return self._say(window, Decision.UNSURE, waiting, votes=votes)
+        if not (ballot and ballot.judged) and not (whole and whole.judged):
             why = "; ".join(f"{s.detector}: {s.abstained}" for s in self.scores if s.abstained)
-            return self._say(window, Decision.UNSURE, why or "too few detectors could judge", votes=ballot.votes)
-        fresh = replace(ballot, suspects=tuple(i for i in ballot.suspects if self._deviates_now(i)))
-        self._fresh_since_s = vote.suspected_since_s(self._fresh_since_s, fresh, window)
-        suspects = [i for i in ballot.suspects if self._confirmed(window, window.nodes[i], float(ballot.strength_R[i]))]
-        # whoever deviates most must be the one that is sure: his neighbours only suffer from him
-        if not suspects or suspects[0] != ballot.suspects[0]:
-            unjudged = int((~np.isfinite(ballot.strength_R)).sum())
-            reason = "no rank differs from its peers" + (f"; {unjudged} ranks could not be judged" if unjudged else "")
-            return self._say(window, Decision.NORMAL, reason, votes=ballot.votes)
+            return self._say(window, Decision.UNSURE, why or "too few members could judge", votes=votes)
+        doing = whole_job.phase(self._past, window) if self._past else None
+        if doing:
+            return self._say(window, Decision.NOT_APPLICABLE, doing, votes=votes)
+        unjudged = int((~np.isfinite(ballot.strength_R)).sum()) if ballot else 0
+        reason = "no rank differs from its peers" + (f"; {unjudged} ranks could not be judged" if unjudged else "")
+        return self._say(window, Decision.NORMAL, reason, votes=votes)
+
+    def _patience_R(self, of_ranks: list[Score]) -> NDArray[np.float64]:
+        """Return (R,) how many times the usual patience a rank deserves.
+
+        A neighbour on the same machine, or a pause of the program, costs a rank some use, power and time for some seconds; it does not
+        lower a clock or fill a port. Whoever lies out very far needs no patience either.
+        """
+        strength_R = np.nan_to_num(vote.majority_R(of_ranks, vote.POLICIES[self.settings.policy].weights, 0.0))
+        worst = next((s for s in of_ranks if s.detector == "peer_deviation"), of_ranks[0])
+        hard_R = np.array([name.startswith(HARD) for name in worst.evidence])
+        return np.where(hard_R | (strength_R >= FAR), 1.0, SOFT_PATIENCE)
+
+    def _blame(self, window: Window, ballot: vote.Ballot, scores: list[Score]) -> Verdict:
+        """Say whom the ballot blames. Whoever lies out furthest must be the one that is sure: his neighbours only suffer from him."""
+        suspects = list(ballot.suspects)
+        if not suspects or np.nanmax(ballot.strength_R) > ballot.strength_R[suspects[0]]:
+            return self._say(window, Decision.NORMAL, "no rank differs from its peers for sure", votes=ballot.votes)
+        suspects = self._of_the_right_half(window, suspects, scores)
+        best = suspects[0] if suspects else ballot.suspects[0]
         nodes = sorted({window.nodes[i] for i in suspects})
-        agreed = [s.detector for s in self.scores if s.score_R[suspects[0]] > 1.0]
-        evidence = [s.evidence[suspects[0]] for s in self.scores if s.score_R[suspects[0]] > 1.0]
+        agreed = [s.detector for s in scores if ballot.votes.get(s.detector)]
+        evidence = [s.evidence[best] for s in scores if s.score_R[best] > 1.0]
         kind = diagnosis.category(evidence)
-        if len(nodes) > max(1, len(set(window.nodes)) / 2):
+        if not suspects or len(nodes) > max(1, len(set(window.nodes)) / 2):
             reason = f"{len(nodes)} of {len(set(window.nodes))} nodes deviate at once, so the cause is not one of them"
+            if not suspects:
+                reason = "two halves of a group of equal role deviate from each other, and nothing tells which of them is well"
             return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=kind, votes=ballot.votes)
         named = tuple(
             Suspect(
                 window.ranks[i],
                 window.nodes[i],
-                round(float(ballot.strength_R[i]), 2),
-                diagnosis.describe(window, i, [s.evidence[i] for s in self.scores]),
+                round(max(float(ballot.strength_R[i]), 1.01), 2),
+                diagnosis.describe(window, i, [s.evidence[i] for s in scores]),
             )
             for i in suspects
         )
         top = named[0]
-        reason = f"rank {top.rank} on {top.node} differs from its peers: {top.evidence} ({', '.join(agreed)} agree)"
+        what = f"differs from its peers: {top.evidence}" if top.evidence else "fell silent when the job came to stand still"
+        reason = f"rank {top.rank} on {top.node} {what} ({', '.join(agreed)} agree)"
         whole = all(sum(window.nodes[i] == n for i in suspects) > 1 for n in nodes)
         return self._say(
             window,
@@ -178,37 +323,49 @@ class Judge:
             suspects=named,
         )
 
-    def _deviates_now(self, i: int) -> bool:
-        """Whether the detector of the newest instant agrees; the others still see what was a while ago."""
-        newest = next((s.score_R[i] for s in self.scores if s.detector == "lof"), np.nan)
-        return bool(np.isnan(newest) or newest > 1.0)
+    def _of_the_right_half(self, window: Window, suspects: list[int], scores: list[Score]) -> list[int]:
+        """Return the suspects of the node that is really different from before, where half of a group's nodes lie off the other half.
 
-    def _confirmed(self, window: Window, node: str, strength: float) -> bool:
-        """Whether the node was suspected for long enough.
-
-        One odd moment convicts nobody, however long a tick is: a strong deviation must be there in every instant of
-        `confirm_s`, and
-        any suspicion else must outlive what the detectors remember, or one moment would look like a lasting one.
+        The median of two nodes lies between them, and both deviate alike. Who changed against his own past is to blame; of the time
+        spent waiting in collectives he has the least. Empty when nothing tells.
         """
-        remembered_s = max(self.settings.confirm_s, applicability.MEMORY_POINTS * window.step_s)
-        if window.end_s - self._since_s[node] >= remembered_s:
-            return True
-        fresh_s = self._fresh_since_s.get(node, window.end_s)
-        return strength >= STRONG and window.end_s - fresh_s >= max(self.settings.confirm_s, 1e-3)
+        top = suspects[0]
+        group = [i for i, name in enumerate(window.groups) if name == window.groups[top]]
+        nodes = sorted({window.nodes[i] for i in group})
+        metric = next((s.evidence[top] for s in scores if s.detector == "peer_deviation"), "")
+        accused = {window.nodes[i] for i in suspects if i in set(group)}
+        if len(nodes) == 1 or 2 * len(accused) < len(nodes) or self._level is None or metric not in self._level:
+            return suspects
+        newest_R = np.nanmean(np.where(np.isfinite(window.column_RT(metric)), window.column_RT(metric), np.nan)[:, -6:], axis=1)
+        change_R = -newest_R if metric.startswith("collective_wait") else np.abs(newest_R - self._level[metric])
+        by_node = {node: float(np.nanmedian([change_R[i] for i in group if window.nodes[i] == node])) for node in nodes}
+        order = sorted(nodes, key=lambda node: -by_node[node])
+        low, high = by_node[order[-1]], by_node[order[0]]
+        if abs(high - low) < 0.33 * max(abs(high), abs(low)):
+            return []
+        half = order[: max(1, len(nodes) // 2)]
+        kept = [i for i in suspects if window.nodes[i] in half]
+        return kept or [i for i in group if window.nodes[i] == order[0]]
+
+    def _whole(self, window: Window, votes: dict[str, bool | None]) -> Verdict:
+        """Say that the job as a whole is in trouble: nobody in it is to blame as far as the data tell."""
+        if votes.get(whole_job.FLAT_TOGETHER):
+            reason, kind = "the GPUs are in use, but nothing is computed or sent any more, and nothing tells the ranks apart", Category.HANG
+        else:
+            reason, kind = "the whole job became slower than it was, and nothing tells the ranks apart", Category.UNKNOWN
+        return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=kind, votes=votes)
 
     def _by_rule(self, window: Window, finding: rules.Finding) -> Verdict:
         """A rule speaks without a vote; where it knows the node alone, the rank there with the strongest score stands for it."""
         strength_R = np.zeros(len(window.ranks))
-        votes: dict[str, bool | None] = dict.fromkeys(ensemble.DETECTORS)
+        votes: dict[str, bool | None] = self._nobody()
         if self._own is not None and self._offset_RM is not None:
-            try:
-                self.scores = self._own.score(window, self._offset_RM)
-            except ModelMismatch:
-                self.scores = []
-            if self.scores:
-                ballot = vote.tally(self.scores, self.settings.quorum)
-                self._since_s, votes = vote.suspected_since_s(self._since_s, ballot, window), ballot.votes
-                strength_R = np.nan_to_num(ballot.strength_R)
+            with contextlib.suppress(ModelMismatch):
+                of_ranks, of_job = self._heard(window)
+                self.scores = [*of_ranks, *of_job]
+                votes |= {s.detector: s.fired for s in self.scores}
+                if of_ranks:
+                    strength_R = np.nan_to_num(vote.majority_R(of_ranks, vote.POLICIES[self.settings.policy].weights, 0.0))
         missing_R = ~np.asarray(np.isfinite(window.values_RMT[:, :, -1]).any(axis=1))
         best: dict[str, int] = {}
         for i in sorted(finding.ranks, key=lambda i: (-int(missing_R[i]), -strength_R[i], i)):
@@ -228,12 +385,17 @@ class Judge:
             rule=finding.rule,
         )
 
+    def _nobody(self) -> dict[str, bool | None]:
+        """Return the votes of a tick at which nobody was asked."""
+        policy = vote.POLICIES[self.settings.policy]
+        return {m: None for m in (*policy.weights, *policy.job_weights) if not self.settings.members or m in self.settings.members}
+
     def _say(
         self, window: Window, decision: Decision, reason: str, *, scope: Scope | None = None, category: Category | None = None,
         suspects: tuple[Suspect, ...] = (), votes: dict[str, bool | None] | None = None, rule: str | None = None,
     ) -> Verdict:  # fmt: skip
         if votes is None:
-            self._since_s, self._fresh_since_s = {}, {}
+            self._evidence.forget()
         return Verdict(
             job=window.job,
             from_s=window.start_s,
@@ -243,10 +405,23 @@ class Judge:
             scope=scope,
             category=category,
             suspects=suspects,
-            votes=votes or dict.fromkeys(ensemble.DETECTORS),
+            votes=votes or self._nobody(),
             rule=rule,
             model=self.model_name if self._own else "",
         )
+
+
+def _kept_where_it_moved(
+    before: Ensemble, before_RM: NDArray[np.float32], after: Ensemble, after_RM: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Return the new permanent differences, with the old one where it moved for more than chance: a slow fault is not to be learned."""
+    out_RM = after_RM.copy()
+    for m, metric in enumerate(after.scale.metrics):
+        if metric in before.scale.metrics:
+            old_R = before_RM[:, before.scale.metrics.index(metric)]
+            moved_R = np.abs(after_RM[:, m] - old_R) > MOVED * after.scale.scale_M[m]
+            out_RM[moved_R, m] = old_R[moved_R]
+    return out_RM
 
 
 def _begun_again(window: Window) -> str | None:

@@ -13,6 +13,8 @@ from eagleeye.detectors import ensemble
 from eagleeye.detectors.base import Score
 from eagleeye.detectors.ensemble import Ensemble
 from eagleeye.errors import EagleEyeError
+from eagleeye.online import explain
+from eagleeye.online.explain import Grounds
 from eagleeye.online.incidents import advance, close_unwatched
 from eagleeye.online.judge import Judge, Settings
 from eagleeye.records import Decision, Incident, IncidentState, Verdict
@@ -34,6 +36,8 @@ class JobState:
     ranks: tuple[tuple[int, str, str], ...]
     """(rank, node, group)"""
     scores: tuple[Score, ...]
+    grounds: Grounds
+    """What the verdict rests on; explained only when somebody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +131,8 @@ class Scorer:
             incidents = advance(incidents, verdict)
             self._announce(verdict, before, incidents)
             totals[verdict.decision.value] = totals.get(verdict.decision.value, 0) + 1
-            jobs[name] = JobState(
-                verdict, tuple(zip(window.ranks, window.nodes, window.groups, strict=True)), tuple(judge.scores)
-            )
+            places = tuple(zip(window.ranks, window.nodes, window.groups, strict=True))
+            jobs[name] = JobState(verdict, places, tuple(judge.scores), explain.keep(judge, window, verdict))
             self._last_seen_s[name] = now_s
             judged.add(name)
             with self._lock:
@@ -137,7 +140,8 @@ class Scorer:
         for name in set(jobs) - judged:
             # what was true before the source fell silent is not known to be true now
             why = failures.get(f"job {name}") or failures.get("source") or "no source reports this job any more"
-            jobs[name] = replace(jobs[name], verdict=_unknown(jobs[name].verdict, now_s, why), scores=())
+            unknown = _unknown(jobs[name].verdict, now_s, why)
+            jobs[name] = replace(jobs[name], verdict=unknown, scores=(), grounds=explain.lost(jobs[name].grounds, unknown))
         if "source" not in failures:
             self._forget(jobs, names)
         self._snapshot = replace(

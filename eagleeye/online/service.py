@@ -16,11 +16,15 @@ import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from eagleeye.errors import EnvironmentLacks
+from eagleeye.errors import EnvironmentLacks, UsageError
+from eagleeye.online.explain import explain
 from eagleeye.online.scorer import JobState, Scorer
 from eagleeye.records import Decision, IncidentState, to_json
 
-PATHS = "/healthz, /metrics, /api/v1/jobs, /api/v1/jobs/JOB, /api/v1/jobs/JOB/verdicts, /api/v1/incidents"
+PATHS = (
+    "/healthz, /metrics, /api/v1/jobs, /api/v1/jobs/JOB, /api/v1/jobs/JOB/verdicts, /api/v1/jobs/JOB/explain?rank=R, "
+    "/api/v1/incidents"
+)
 
 CLIENT_TIMEOUT_S = 10.0
 """A client that says or takes nothing for this long is left."""
@@ -154,6 +158,15 @@ def _route(scorer: Scorer, path: list[str], query: dict[str, list[str]]) -> tupl
             if not re.fullmatch("0*[1-9][0-9]{0,8}", last):
                 return 400, {"error": f"last={last!r} must be a number above zero"}
             return 200, {"verdicts": [to_json(v) for v in scorer.verdicts(job, int(last))]}
+        case ["api", "v1", "jobs", job, "explain"] if job in snapshot.jobs:
+            ranks = query.get("rank", [])
+            for rank in ranks:
+                if not re.fullmatch("[0-9]{1,9}", rank, re.ASCII):
+                    return 400, {"error": f"rank={rank!r} must be a number"}
+            try:
+                return 200, to_json(explain(snapshot.jobs[job].grounds, [int(rank) for rank in ranks]))
+            except UsageError as error:
+                return 404, {"error": str(error)}
         case ["api", "v1", "incidents"]:
             return 200, {"incidents": [to_json(i) for i in snapshot.incidents]}
         case ["api", "v1", "jobs", job, *_]:

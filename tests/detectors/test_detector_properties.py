@@ -126,6 +126,15 @@ def test_nothing_is_modified(fitted, later, name):
         np.testing.assert_array_equal(fitted.models[name][key], value)
 
 
+@pytest.mark.parametrize("name", DETECTORS)
+def test_a_sick_node_among_too_many_to_compare_each_with_each(fitted, job, alter, name):
+    """600 ranks of one group, of which only some are references: whoever is sick is found, and nobody else."""
+    many = job(ranks=600, points=140, per_node=8)
+    window = alter(many, lambda values_RMT: values_RMT[400:408, :2, 130:].__imul__(0.8))
+    score = scores(fitted, window, name, learned=80)
+    assert set(np.flatnonzero(score.score_R > 1.0)) == set(range(400, 408))
+
+
 def test_the_same_input_gives_the_same_model(job):
     one, two = (ensemble.fit([job(points=60), job(seed=1, job="k", points=60)]) for _ in range(2))
     assert one.to_parts()[0] == two.to_parts()[0]
@@ -143,7 +152,7 @@ def test_a_model_survives_being_taken_apart(fitted, later, alter):
 
 def test_another_format_is_refused(fitted):
     facts, arrays = fitted.to_parts()
-    with pytest.raises(ModelMismatch, match="format 99, this program reads format 1"):
+    with pytest.raises(ModelMismatch, match=f"format 99, this program reads format {ensemble.FORMAT}"):
         ensemble.from_parts({**facts, "format": 99}, arrays)
 
 
@@ -170,7 +179,7 @@ def test_a_job_sampled_at_another_pace_is_refused(fitted, later):
     """Detectors count instants; half or twice the pace is the most that a model bears."""
     offset_RM = fitted.job_offsets(later)
     for step_s in (2.5, 5.0, 10.0):
-        assert len(fitted.score(dataclasses.replace(later, step_s=step_s), offset_RM)) == 3
+        assert len(fitted.score(dataclasses.replace(later, step_s=step_s), offset_RM)) == len(DETECTORS)
     for step_s, said in ((2.4, "every 2.4 s"), (10.1, "every 10.1 s"), (60.0, "every 60 s")):
         with pytest.raises(ModelMismatch, match=f"job j is sampled {said} and the model was fitted at 5 s; train on such jobs"):
             fitted.score(dataclasses.replace(later, step_s=step_s), offset_RM)

@@ -3,7 +3,7 @@
 import pytest
 
 from eagleeye.offline import intervals
-from eagleeye.offline.judging import Tick, by_class, judge, total
+from eagleeye.offline.judging import Found, Tick, by_class, judge, onset_to_alarm, total
 from eagleeye.records import Decision
 from eagleeye.source.trace import Label
 
@@ -18,10 +18,10 @@ def quiet(kind, category, start_s, end_s):
     return Label(start_s, end_s, kind, category, (), (), False, False)
 
 
-def judged(labels, *alarms, end_s=7200.0, ranks=8):
+def judged(labels, *alarms, end_s=7200.0, ranks=8, step_s=5.0):
     """The result for anomalous ticks (time, nodes...) amid normal ones at both ends."""
     ticks = [Tick(0.0, NORMAL), *(Tick(at_s, ANOMALOUS, nodes) for at_s, *nodes in alarms), Tick(end_s, NORMAL)]
-    return judge("t", ranks, labels, [Tick(t.at_s, t.decision, tuple(t.nodes)) for t in ticks])
+    return judge("t", ranks, step_s, labels, [Tick(t.at_s, t.decision, tuple(t.nodes)) for t in ticks])
 
 
 def test_a_right_blame():
@@ -131,7 +131,7 @@ def test_a_job_that_does_not_train_is_never_anomalous():
 
 def test_other_decisions_are_no_alarms():
     ticks = [Tick(0.0, Decision.UNSURE), Tick(10.0, Decision.NOT_APPLICABLE), Tick(20.0, NORMAL)]
-    result = judge("t", 8, [fault(0, 20, "a")], ticks)
+    result = judge("t", 8, 5.0, [fault(0, 20, "a")], ticks)
     assert result.faults[0].delay_s is None
     assert result.false_alarms_s == ()
 
@@ -151,6 +151,68 @@ def test_sums_over_traces():
     assert sums.delays_s == (40, 60)
     assert list(by_class(results)) == ["fault gpu_slow", "not_training sleep", "nothing"]
     assert by_class(results)["fault gpu_slow"].traces == 2
+
+
+def test_a_trace_with_two_kinds_of_fault_counts_each_fault_in_its_class():
+    both = judged([fault(1000, 2000, "a"), fault(4000, 5000, "b", category="hang")], (4010, "b"))
+    parts = by_class([both, judged([fault(1000, 2000, "a")], (1010, "a"))])
+    assert list(parts) == ["fault gpu_slow", "fault hang"]
+    assert [(part.faults, part.detected) for part in parts.values()] == [(2, 1), (1, 1)]
+    # but no hour twice
+    assert [part.hours for part in parts.values()] == [4.0, 0.0]
+
+
+def test_healthy_hours_are_those_of_work_without_a_fault():
+    """The two minutes after a fault are not healthy, faults at once count once, and rest is no work."""
+    labels = [fault(3600, 5400, "a"), fault(4500, 5400, "b"), quiet("not_training", "sleep", 0, 1800)]
+    result = judged(labels, (2000, "c"), (3000, "d"), (4000, "c"))
+    assert result.hours == 2.0
+    assert result.healthy_hours == pytest.approx((7200 - 1800 - 1920) / 3600)
+    assert len(result.wrong_blames_s) == 3
+    assert result.healthy_wrong_blames_s == (2000, 3000)
+
+
+def test_a_wrong_blame_that_goes_on_after_the_fault_is_one_of_the_healthy_hours_too():
+    result = judged([fault(1000, 3000, "a")], (2800, "b"), (3100, "b"), (3300, "b"))
+    assert result.wrong_blames_s == (2800,)
+    assert result.healthy_wrong_blames_s == (3300,)
+
+
+@pytest.mark.parametrize(("step_s", "samples"), [(5.0, 8.0), (10.0, 4.0), (30.0, 4 / 3)])
+def test_a_delay_is_told_in_samples_too(step_s, samples):
+    assert judged([fault(1000, 3000, "a")], (1040, "a"), step_s=step_s).faults[0].delay_samples == pytest.approx(samples)
+    assert judged([fault(1000, 3000, "a")]).faults[0].delay_samples is None
+
+
+@pytest.mark.parametrize(("end_s", "watched_s"), [(7200.0, 2120.0), (2000.0, 1000.0), (900.0, 0.0)])
+def test_a_fault_is_watched_until_its_grace_or_the_trace_ends(end_s, watched_s):
+    assert judged([fault(1000, 3000, "a")], end_s=end_s).faults[0].watched_s == watched_s
+
+
+def alarmed_after(delay_s, watched_s):
+    return Found("gpu_slow", True, delay_s, delay_s is not None, watched_s, 5.0)
+
+
+def test_the_curve_from_onset_to_alarm():
+    """Four faults: alarms after 10 and 30 s, two without, watched for 20 and for 100 s.
+
+    Kaplan and Meier by hand: 3 of 4 are silent after 10 s; the one that ended at 20 s leaves; of two at risk one alarms at 30 s.
+    """
+    found = [alarmed_after(10, 500), alarmed_after(None, 20), alarmed_after(30, 500), alarmed_after(None, 100)]
+    points = onset_to_alarm(found, (5, 10, 20, 30, 200))
+    assert [p.share for p in points] == [0, 0.25, 0.25, 0.5, 0.5]
+    assert [p.survival_share for p in points] == pytest.approx([0, 0.25, 0.25, 0.625, 0.625])
+    assert [p.censored for p in points] == [0, 0, 1, 1, 2]
+    assert {p.faults for p in points} == {4}
+
+
+def test_an_alarm_at_the_moment_at_which_watching_ends_was_at_risk():
+    points = onset_to_alarm([alarmed_after(20, 500), alarmed_after(None, 20)], (20,))
+    assert points[0].survival_share == 0.5
+
+
+def test_no_faults_no_curve():
+    assert onset_to_alarm([], (10,)) == []
 
 
 @pytest.mark.parametrize(
