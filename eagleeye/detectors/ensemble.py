@@ -52,7 +52,11 @@ class Ensemble:
         return {name: memory_points(detector) for name, detector in self.detectors.items()}
 
     def score(
-        self, window: Window, offset_RM: NDArray[np.float32], unfamiliar: Mapping[str, float] | None = None, jump_GM: NDArray[np.float32] | None = None
+        self,
+        window: Window,
+        offset_RM: NDArray[np.float32],
+        unfamiliar: Mapping[str, float] | None = None,
+        jump_GM: NDArray[np.float32] | None = None,
     ) -> list[Score]:
         """Score the last instants of `window` by every detector.
 
@@ -85,7 +89,7 @@ class Ensemble:
             bare = prepare(recent, self.scale, bare_RM, jump_GM).values_RMT
             agreed = np.where(np.abs(bare) < np.abs(prepared.values_RMT), bare, prepared.values_RMT)
             growth_M = np.array([(unfamiliar or {}).get(metric, 1.0) for metric in self.scale.metrics], dtype=np.float32)
-            agreed = np.where(bare * prepared.values_RMT < 0, np.float32(0), agreed) / growth_M[None, :, None]
+            agreed = (np.where(bare * prepared.values_RMT < 0, np.float32(0), agreed) / growth_M[None, :, None]).astype(np.float32)
             prepared = replace(prepared, values_RMT=agreed)
         return [detector.score(self.models[name], prepared) for name, detector in self.detectors.items()]
 
@@ -180,7 +184,7 @@ def shipped(window: Window) -> Ensemble | None:
 
     Compares only metrics in which nearly all ranks are at work and agree now; processes differ while they start, and idle ranks always.
     """
-    level = {}
+    level: dict[str, float] = {}
     for metric in SHIPPED_METRICS:
         if window.has(metric):
             values_RT = window.column_RT(metric)[:, -SHIPPED_POINTS:]

@@ -326,9 +326,7 @@ def jumps_GM(window: Window) -> NDArray[np.float32]:
     return np.asarray(np.max(np.nan_to_num(jump_GMT), axis=2, initial=0.0))
 
 
-def prepare(
-    window: Window, scale: Scale, offset_RM: NDArray[np.float32], jump_GM: NDArray[np.float32] | None = None
-) -> Window:
+def prepare(window: Window, scale: Scale, offset_RM: NDArray[np.float32], jump_GM: NDArray[np.float32] | None = None) -> Window:
     """Return a window of the scale's metrics in robust standard deviations from the peers.
 
     Where a group's median changes by more than `jump_GM` within one instant (a job that stalls, or goes on), the excess explains as
@@ -345,7 +343,7 @@ def prepare(
         change_GMT = np.nan_to_num(np.abs(np.diff(median_GMT, axis=2))) - jump_GM[:, :, None]
         excess_GMT[:, :, 1:] = np.maximum(change_GMT, 0.0)
         # what goes on jumping is no passage from one state to another, but the new state
-        often_GMT = np.cumsum(excess_GMT > 0, axis=2)
+        often_GMT = np.cumsum(excess_GMT > 0, axis=2, dtype=np.int64)
         often_GMT[:, :, PASSAGE_POINTS:] -= often_GMT[:, :, :-PASSAGE_POINTS].copy()
         excess_GMT[often_GMT > PASSAGE_JUMPS] = 0.0
         excess_GMT[:, :, :-1] = np.maximum(excess_GMT[:, :, :-1], excess_GMT[:, :, 1:])

@@ -43,7 +43,9 @@ class Tail:
     def log_p(self, score_R: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return (R,) the natural logarithm of p; 0 at and below `START`, NaN where the score is."""
         beyond_R = np.maximum(score_R - self.START, 0.0)
-        return np.where(score_R > self.START, np.log(self.share) - beyond_R / self.slope, np.where(np.isnan(score_R), np.nan, 0.0))
+        return np.where(
+            score_R > self.START, np.log(self.share) - beyond_R / self.slope, np.where(np.isnan(score_R), np.nan, 0.0)
+        )
 
 
 LEAST_SLOPE, LARGEST_SLOPE = 0.05, 0.12

@@ -224,7 +224,11 @@ def phase(past: Past, window: Window) -> str | None:
     """Return in words what the job does if it is not what was learned, without being in trouble; None if it is or nobody can tell."""
     series = _job_series(window.last(NOW_POINTS * window.step_s))
     use_T = series.get(USE[0])
-    ratios = {m: float(np.nanmean(series[m])) / past.level[m, NOW_POINTS] for m in past.high if past.level.get((m, NOW_POINTS), 0.0) > 0 and m in series}
+    ratios = {
+        m: float(np.nanmean(series[m])) / past.level[m, NOW_POINTS]
+        for m in past.high
+        if past.level.get((m, NOW_POINTS), 0.0) > 0 and m in series
+    }
     if use_T is None or not ratios or not np.isfinite(past.use):
         return None
     use = float(np.nanmean(use_T)) / past.use
@@ -240,14 +244,12 @@ def _silence(past: Past, window: Window, run: int) -> Score:
     """A rank that others outlive: heard before, silent since the job stands still."""
     heard_RT = np.isfinite(window.values_RMT).any(axis=1)
     T = heard_RT.shape[1]
-    points = min(max(LEAST_FLAT_POINTS, run), T)
-    silent_R = ~heard_RT[:, -points:].any(axis=1) & (heard_RT[:, : T - points].mean(axis=1) > 0.5 if points < T else False)
-    few = 0 < int(silent_R.sum()) <= len(silent_R) / 2
-    needed = max(LEAST_FLAT_POINTS, 2 * past.flat_points)
-    score_R = np.where(silent_R, run / needed if few else np.nan, np.nan)
-    if not few:
+    points = min(max(LEAST_FLAT_POINTS, run), T - 1)
+    silent_R = ~heard_RT[:, T - points :].any(axis=1) & (heard_RT[:, : T - points].mean(axis=1) > 0.5)
+    if not 0 < int(silent_R.sum()) <= len(silent_R) / 2:
         return abstain(SILENCE, window, "nobody fell silent, or too many did")
-    return Score(SILENCE, score_R, None, tuple("silent" if s else "" for s in silent_R))
+    needed = max(LEAST_FLAT_POINTS, 2 * past.flat_points)
+    return Score(SILENCE, np.where(silent_R, run / needed, np.nan), None, tuple("silent" if s else "" for s in silent_R))
 
 
 def _of_everybody(name: str, window: Window, value: float, evidence: str) -> Score:

@@ -10,7 +10,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -241,7 +241,7 @@ def explain(grounds: Grounds, ranks: Sequence[int] = ()) -> Explanation:
         others = [window.ranks[i] for i in order if np.isfinite(count.strength_R[i]) and window.ranks[i] not in suspects]
         ranks = [*suspects, *others[:RUNNERS_UP]]
     newest_RM = _newest_RM(window)
-    doubtful = whole_job.unfamiliar(grounds.past, window) if grounds.past else ()
+    doubtful = whole_job.unfamiliar(grounds.past, window) if grounds.past else {}
     return Explanation(
         verdict,
         grounds.settings.policy,
@@ -278,7 +278,7 @@ def _members(grounds: Grounds) -> tuple[MemberView, ...]:
     return tuple(out)
 
 
-def _rank(grounds: Grounds, count: _Count, newest_RM: Floats, doubtful: Sequence[str], i: int) -> RankView:
+def _rank(grounds: Grounds, count: _Count, newest_RM: Floats, doubtful: Mapping[str, float], i: int) -> RankView:
     window, peers_R = grounds.window, _peers_R(grounds.window, i)
     held = {s.detector: s for s in count.held}
     opinions = [
@@ -312,7 +312,7 @@ def _rank(grounds: Grounds, count: _Count, newest_RM: Floats, doubtful: Sequence
 
 
 def _comparison(
-    grounds: Grounds, newest_RM: Floats, peers_R: NDArray[np.bool_], doubtful: Sequence[str], i: int, metric: str
+    grounds: Grounds, newest_RM: Floats, peers_R: NDArray[np.bool_], doubtful: Mapping[str, float], i: int, metric: str
 ) -> Comparison:
     window, own = grounds.window, grounds.own
     m = window.metrics.index(metric)

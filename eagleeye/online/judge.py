@@ -75,6 +75,16 @@ SOFT_PATIENCE = 3.0
 STOPPED_S = 120.0
 """A job that worked and then is idle for this long, and twice as long as it paused before, has stopped."""
 
+SHARED = ("gpu_tensor_active", "ib_receive", "ib_transmit_bytes", "network_receive", "network_transmit", "collective_wait")
+CHANGE_POINTS, CHANGE_RATIO = 6, 1.2
+"""See `Judge._who_changed`."""
+
+SECOND_NODE_S = 30.0
+"""A further node is named beside the first only after it was suspected without a break for this long."""
+
+TOLD_S = 60.0
+"""That is told for so long and at two ticks; whoever restarts the job knows it by then."""
+
 FIRST_S = 60.0
 """After this much work a job is compared with itself for the first time, with double thresholds."""
 
@@ -111,6 +121,8 @@ class Judge:
     _roles: tuple[str, ...] = ()
     _level: dict[str, NDArray[np.float32]] | None = None
     _idle_since_s: float | None = None
+    _since_s: dict[str, float] = field(default_factory=dict)
+    _named: str = ""
     _evidence: Evidence = field(init=False)
     _before: list[Score] = field(default_factory=list)
     _cannot: str = ""
@@ -175,7 +187,12 @@ class Judge:
         stood_s = window.end_s - self._idle_since_s
         longest_s = self._past.pause_points * window.step_s if self._past else np.inf
         explained = rules.ended(window) or window.has("train_phase") or window.has("process_up")
-        if explained or not self.settings.rules or stood_s < max(STOPPED_S, 2 * longest_s) or self._learned_s < self.settings.learn_s:
+        if (
+            explained
+            or not self.settings.rules
+            or stood_s < max(STOPPED_S, 2 * longest_s)
+            or self._learned_s < self.settings.learn_s
+        ):
             return None
         reason = f"the job stopped working {stood_s:.0f} s ago, longer than it ever paused, and nothing tells why: {idle}"
         return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=Category.UNKNOWN, rule="stopped")
@@ -289,7 +306,9 @@ class Judge:
         suspects = list(ballot.suspects)
         if not suspects or np.nanmax(ballot.strength_R) > ballot.strength_R[suspects[0]]:
             return self._say(window, Decision.NORMAL, "no rank differs from its peers for sure", votes=ballot.votes)
-        suspects = self._of_the_right_half(window, suspects, scores)
+        suspects = self._who_changed(window, suspects, scores)
+        if suspects:
+            suspects = self._lasting(window, suspects)
         best = suspects[0] if suspects else ballot.suspects[0]
         nodes = sorted({window.nodes[i] for i in suspects})
         agreed = [s.detector for s in scores if ballot.votes.get(s.detector)]
@@ -298,7 +317,7 @@ class Judge:
         if not suspects or len(nodes) > max(1, len(set(window.nodes)) / 2):
             reason = f"{len(nodes)} of {len(set(window.nodes))} nodes deviate at once, so the cause is not one of them"
             if not suspects:
-                reason = "two halves of a group of equal role deviate from each other, and nothing tells which of them is well"
+                reason = "ranks of equal role deviate from each other, and their own past does not tell which of them is well"
             return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=kind, votes=ballot.votes)
         named = tuple(
             Suspect(
@@ -323,34 +342,46 @@ class Judge:
             suspects=named,
         )
 
-    def _of_the_right_half(self, window: Window, suspects: list[int], scores: list[Score]) -> list[int]:
-        """Return the suspects of the node that is really different from before, where half of a group's nodes lie off the other half.
+    def _who_changed(self, window: Window, suspects: list[int], scores: list[Score]) -> list[int]:
+        """Return the suspects that changed against their own past, and not only against peers that did.
 
-        The median of two nodes lies between them, and both deviate alike. Who changed against his own past is to blame; of the time
-        spent waiting in collectives he has the least. Empty when nothing tells.
+        Where half of a group is sick, the median lies between the halves and both deviate alike. Metrics that change for everybody who
+        waits (tensor activity, traffic) tell nothing here; of the time spent waiting itself the culprit has the least.
         """
-        top = suspects[0]
-        group = [i for i, name in enumerate(window.groups) if name == window.groups[top]]
-        nodes = sorted({window.nodes[i] for i in group})
-        metric = next((s.evidence[top] for s in scores if s.detector == "peer_deviation"), "")
-        accused = {window.nodes[i] for i in suspects if i in set(group)}
-        if len(nodes) == 1 or 2 * len(accused) < len(nodes) or self._level is None or metric not in self._level:
+        lying_out = next((s for s in scores if s.detector == "peer_deviation"), None)
+        if lying_out is None or self._level is None:
             return suspects
-        newest_R = np.nanmean(np.where(np.isfinite(window.column_RT(metric)), window.column_RT(metric), np.nan)[:, -6:], axis=1)
-        change_R = -newest_R if metric.startswith("collective_wait") else np.abs(newest_R - self._level[metric])
-        by_node = {node: float(np.nanmedian([change_R[i] for i in group if window.nodes[i] == node])) for node in nodes}
-        order = sorted(nodes, key=lambda node: -by_node[node])
-        low, high = by_node[order[-1]], by_node[order[0]]
-        if abs(high - low) < 0.33 * max(abs(high), abs(low)):
-            return []
-        half = order[: max(1, len(nodes) // 2)]
-        kept = [i for i in suspects if window.nodes[i] in half]
-        return kept or [i for i in group if window.nodes[i] == order[0]]
+        kept = []
+        for i in suspects:
+            metric = lying_out.evidence[i]
+            others = [r for r, name in enumerate(window.groups) if name == window.groups[i] and r != i]
+            if metric not in self._level or metric.startswith(SHARED) or not others:
+                kept.append(i)
+                continue
+            newest_R = window.column_RT(metric)[:, -CHANGE_POINTS:]
+            change_R = np.abs(np.where(np.isfinite(newest_R), newest_R, self._level[metric][:, None]).mean(axis=1) - self._level[metric])
+            if not change_R[i] < CHANGE_RATIO * np.nanmedian(change_R[others]):
+                kept.append(i)
+        return kept
+
+    def _lasting(self, window: Window, suspects: list[int]) -> list[int]:
+        """Return the suspects without those on further nodes that were not suspected for a while: two nodes at once are rare."""
+        nodes = {window.nodes[i] for i in suspects}
+        self._since_s = {node: self._since_s.get(node, window.end_s) for node in nodes}
+        first = window.nodes[suspects[0]]
+        if self._since_s[first] > min(self._since_s.values()) and self._named in nodes:
+            first = self._named
+        self._named = first
+        long_ago_s = window.end_s - SECOND_NODE_S
+        return [i for i in suspects if window.nodes[i] == first or self._since_s[window.nodes[i]] <= long_ago_s]
 
     def _whole(self, window: Window, votes: dict[str, bool | None]) -> Verdict:
         """Say that the job as a whole is in trouble: nobody in it is to blame as far as the data tell."""
         if votes.get(whole_job.FLAT_TOGETHER):
-            reason, kind = "the GPUs are in use, but nothing is computed or sent any more, and nothing tells the ranks apart", Category.HANG
+            reason, kind = (
+                "the GPUs are in use, but nothing is computed or sent any more, and nothing tells the ranks apart",
+                Category.HANG,
+            )
         else:
             reason, kind = "the whole job became slower than it was, and nothing tells the ranks apart", Category.UNKNOWN
         return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=kind, votes=votes)
@@ -388,7 +419,9 @@ class Judge:
     def _nobody(self) -> dict[str, bool | None]:
         """Return the votes of a tick at which nobody was asked."""
         policy = vote.POLICIES[self.settings.policy]
-        return {m: None for m in (*policy.weights, *policy.job_weights) if not self.settings.members or m in self.settings.members}
+        return {
+            m: None for m in (*policy.weights, *policy.job_weights) if not self.settings.members or m in self.settings.members
+        }
 
     def _say(
         self, window: Window, decision: Decision, reason: str, *, scope: Scope | None = None, category: Category | None = None,
