@@ -128,6 +128,7 @@ def _score_options(parser: argparse.ArgumentParser) -> None:
         "--learn", metavar="TIME", help="normal work that a job is watched for before it is compared; default 10m"
     )
     parser.add_argument("--model", metavar="NAME", help="alias or version in the registry, or none; default champion")
+    parser.add_argument("--no-shadow", action="store_true", help="do not let the registry's candidate judge live jobs in shadow")
     parser.add_argument("--address", help="address to serve on; default 127.0.0.1")
     parser.add_argument("--port", type=int, help="port to serve on; default 9471, 0 takes a free one")
 
@@ -182,7 +183,10 @@ def _score_live(options: argparse.Namespace, data: dict[str, Any], settings: Any
     chosen = replace(chosen, ring_s=max(chosen.ring_s, 1.1 * Judge(settings).length_s(chosen.interval_s)))
     source = open_source(chosen, clock)
     model, name = _model(settings.model, data)
-    scorer = Scorer(settings, source, clock, model, name)
+    shadow, shadow_name = (None, "") if options.no_shadow else _candidate(settings.model, data)
+    if shadow:
+        logging.info("%s judges in shadow", shadow_name)
+    scorer = Scorer(settings, source, clock, model, name, shadow, shadow_name)
     server = serve(scorer, settings.address, settings.port)
     try:
         logging.info("serving on http://%s:%d, warming up", settings.address, server.server_port)
@@ -209,6 +213,19 @@ def _model(wanted: str, data: dict[str, Any]) -> tuple[Any, str]:
         print("no champion is registered yet: every job learns from its own first minutes", file=sys.stderr)
         return None, "own past"
     return models.load(settings, wanted)
+
+
+def _candidate(live: str, data: dict[str, Any]) -> tuple[Any, str]:
+    """Return (ensemble, name) of what judges in shadow beside `live`; a candidate that cannot be loaded is only told of."""
+    if live == "none":
+        return None, ""
+    from eagleeye import config, models
+
+    try:
+        return models.candidate(config.settings(models.Settings, "offline", data), live) or (None, "")
+    except EagleEyeError as error:
+        print(f"the candidate cannot judge in shadow: {error}", file=sys.stderr)
+        return None, ""
 
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:
@@ -547,17 +564,22 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _promote_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("version", metavar="VERSION", help="number of a registered version, or an alias such as candidate")
+    parser.add_argument(
+        "version", metavar="VERSION", nargs="?", help="number of a registered version, or an alias such as candidate"
+    )
+    parser.add_argument("--rollback", action="store_true", help="make the champion before the champion again")
     parser.add_argument("--tracking-uri", metavar="URI", help="MLflow's store; default eagleeye-data/mlflow.db")
 
 
 def _promote(options: argparse.Namespace) -> int:
-
     from eagleeye import config, models
+
+    if (options.version is None) != options.rollback:
+        raise UsageError("name either a VERSION, for example candidate, or --rollback")
 
     data = _file(options)
     settings = config.settings(models.Settings, "offline", data, {"tracking_uri": options.tracking_uri})
-    version, before = models.promote(settings, options.version)
+    version, before = models.rollback(settings) if options.rollback else models.promote(settings, options.version)
     print(f"version {version} is champion now; before it was " + (f"version {before}" if before else "none"))
     return 0
 

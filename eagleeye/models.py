@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NAME = "eagleeye"
 """Of the registered model, and of the experiment that its runs belong to."""
 
-CANDIDATE, CHAMPION = "candidate", "champion"
+CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 DEFAULT_URI = "sqlite:///eagleeye-data/mlflow.db"
 _FACTS, _ARRAYS = "facts.json", "arrays.npz"
 _QUIET = {
@@ -125,7 +125,8 @@ def track(settings: Settings, params: Mapping[str, object], metrics: Mapping[str
 def promote(settings: Settings, wanted: str) -> tuple[str, str | None]:
     """Make a version (a number or an alias) the champion; return (it, the champion before or None).
 
-    A version that this program cannot load is refused, so that what is live always works.
+    A version that this program cannot load is refused, so that what is live always works. The champion before keeps the alias
+    ``previous``, for `rollback`.
 
     Raises
     ------
@@ -136,10 +137,40 @@ def promote(settings: Settings, wanted: str) -> tuple[str, str | None]:
     """
     with _connected(settings.uri) as client:
         version = _version(client, wanted)
-        before = next((str(v) for alias, v in _aliases(client).items() if alias == CHAMPION), None)
-        _read(version)
-        client.set_registered_model_alias(NAME, CHAMPION, version)
-    return version, before
+        return version, _make_champion(client, version)
+
+
+def rollback(settings: Settings) -> tuple[str, str | None]:
+    """Make the champion before, ``previous``, the champion again, and the other way round; return (it, the one that it replaced).
+
+    Raises
+    ------
+    UsageError
+        There is none.
+    ModelMismatch, SourceUnavailable
+        As for `load`; what is live does not change.
+    """
+    with _connected(settings.uri) as client:
+        aliases = _aliases(client)
+        version = str(aliases.get(PREVIOUS, ""))
+        if not version or version == str(aliases.get(CHAMPION, "")):
+            raise UsageError("no former champion is known to go back to; name a version: `eagleeye promote VERSION`")
+        return version, _make_champion(client, version)
+
+
+def candidate(settings: Settings, live: str = CHAMPION) -> tuple[Ensemble, str] | None:
+    """Return the candidate as `load` does; None when there is none or it is the version `live` (an alias or number) itself.
+
+    Raises as `load` does.
+    """
+    if _absent_file(settings.uri):
+        return None
+    with _connected(settings.uri) as client:
+        aliases = _aliases(client)
+        version = str(aliases.get(CANDIDATE, ""))
+        if not version or version == str(aliases.get(live, live.removeprefix("v"))):
+            return None
+        return _read(version), f"{CANDIDATE} v{version}"
 
 
 def load(settings: Settings, wanted: str = CHAMPION) -> tuple[Ensemble, str]:
@@ -192,6 +223,17 @@ def _version(client: Any, wanted: str) -> str:
         f"v{v}" + "".join(f" ({a})" for a, of in sorted(aliases.items()) if str(of) == str(v)) for v in versions[-20:]
     )
     raise UsageError(f"no model version or alias is called {wanted!r}; there are {there}")
+
+
+def _make_champion(client: Any, version: str) -> str | None:
+    """Move the aliases and return the champion before; whatever is interrupted between the two leaves what is live as it was."""
+    champion = _aliases(client).get(CHAMPION)
+    before = None if champion is None else str(champion)
+    _read(version)
+    if before not in (None, version):
+        client.set_registered_model_alias(NAME, PREVIOUS, before)
+    client.set_registered_model_alias(NAME, CHAMPION, version)
+    return before
 
 
 def _read(version: str) -> Ensemble:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from eagleeye import models
+from eagleeye.cli import main
 from eagleeye.clock import monotonic_s
 from eagleeye.detectors import ensemble
 from eagleeye.errors import ModelMismatch, SourceUnavailable, UsageError
@@ -84,6 +85,59 @@ def test_a_candidate_becomes_champion_only_by_promotion(settings, fitted, report
     assert models.load(settings, "candidate")[1] == "candidate v2"
 
 
+def test_the_champion_before_comes_back(settings, fitted, report, capsys):
+    for _ in range(3):
+        models.register(settings, fitted, {}, {}, report)
+    with pytest.raises(UsageError, match="no former champion is known to go back to"):
+        models.rollback(settings)
+    models.promote(settings, "1")
+    models.promote(settings, "1")
+    with pytest.raises(UsageError, match="no former champion"):
+        models.rollback(settings)
+    models.promote(settings, "3")
+    assert models.load(settings, "previous")[1] == "previous v1"
+    assert models.rollback(settings) == ("1", "3")
+    assert (models.load(settings)[1], models.load(settings, "previous")[1]) == ("champion v1", "previous v3")
+    command = ["promote", "--rollback", "--tracking-uri", settings.uri]
+    assert main(command) == 0
+    assert capsys.readouterr().out == "version 3 is champion now; before it was version 1\n"
+    assert models.load(settings)[1] == "champion v3"
+
+
+def test_a_champion_before_that_cannot_be_loaded_does_not_come_back(settings, fitted, report, tmp_path, capsys):
+    models.register(settings, fitted, {}, {}, report)
+    models.promote(settings, "1")
+    path = stored_files(tmp_path, "facts.json")
+    models.register(settings, fitted, {}, {}, report)
+    models.promote(settings, "2")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    assert main(["promote", "--rollback", "--tracking-uri", settings.uri]) == ModelMismatch.exit_code
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == (
+        "eagleeye promote: model v1: the model has format 1, this program reads format 2: train it again with this version\n"
+    )
+    assert (models.load(settings)[1], models.exists(settings, "previous")) == ("champion v2", True)
+
+
+@pytest.mark.parametrize("given", [[], ["1", "--rollback"]])
+def test_promote_wants_one_thing(given, tmp_path, capsys):
+    assert main(["promote", *given, "--tracking-uri", f"sqlite:///{tmp_path}/mlflow.db"]) == UsageError.exit_code
+    assert capsys.readouterr().err == "eagleeye promote: name either a VERSION, for example candidate, or --rollback\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_candidate_beside_the_champion(settings, fitted, report):
+    assert models.candidate(settings) is None
+    models.register(settings, fitted, {}, {}, report)
+    assert models.candidate(settings)[1] == "candidate v1"
+    models.promote(settings, "1")
+    assert models.candidate(settings) is None
+    models.register(settings, fitted, {}, {}, report)
+    assert models.candidate(settings)[1] == "candidate v2"
+    assert models.candidate(settings, "2") is None
+
+
 def test_what_is_loaded_scores_bit_for_bit_the_same(settings, fitted, report):
     models.register(settings, fitted, {}, {}, report)
     window = make_job(seed=1)
@@ -124,7 +178,7 @@ def test_the_model_serves_frames_through_pyfunc(settings, fitted, report):
     )
     served = mlflow.pyfunc.load_model("models:/eagleeye@champion")
     found = served.predict(frame.sample(frac=1.0, random_state=0))
-    assert list(found.columns) == ["rank", "knn_dtw", "matrix_profile", "lof"]
+    assert list(found.columns) == ["rank", "knn_dtw", "matrix_profile", "lof", "peer_deviation"]
     expected = fitted.score(window, fitted.job_offsets(ensemble.half(window)))
     for score in expected:
         np.testing.assert_allclose(found[score.detector], score.score_R, rtol=1e-6)
@@ -172,9 +226,11 @@ def test_damaged_arrays_are_refused_and_not_promoted(settings, fitted, report, t
 def test_another_format_is_refused(settings, fitted, report, tmp_path):
     models.register(settings, fitted, {}, {}, report)
     path = stored_files(tmp_path, "facts.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    with pytest.raises(ModelMismatch, match="model v1: the model has format 2, this program reads format 1"):
-        models.load(settings, "1")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    sentence = "model v1: the model has format 1, this program reads format 2: train it again with this version"
+    for call in (lambda: models.load(settings, "1"), lambda: models.promote(settings, "1"), lambda: models.candidate(settings)):
+        with pytest.raises(ModelMismatch, match=sentence):
+            call()
     path.write_text("[]")
     with pytest.raises(ModelMismatch, match="no object"):
         models.load(settings, "1")

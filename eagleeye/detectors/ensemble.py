@@ -89,7 +89,9 @@ class Ensemble:
             bare = prepare(recent, self.scale, bare_RM, jump_GM).values_RMT
             agreed = np.where(np.abs(bare) < np.abs(prepared.values_RMT), bare, prepared.values_RMT)
             growth_M = np.array([(unfamiliar or {}).get(metric, 1.0) for metric in self.scale.metrics], dtype=np.float32)
-            agreed = (np.where(bare * prepared.values_RMT < 0, np.float32(0), agreed) / growth_M[None, :, None]).astype(np.float32)
+            agreed = (np.where(bare * prepared.values_RMT < 0, np.float32(0), agreed) / growth_M[None, :, None]).astype(
+                np.float32
+            )
             prepared = replace(prepared, values_RMT=agreed)
         return [detector.score(self.models[name], prepared) for name, detector in self.detectors.items()]
 

@@ -4,7 +4,7 @@ Source: TRANSOM, section IV (anomaly detection across the ranks of a task). *Dif
 largest (concatenation hides a single sick metric); only ranks of one peer group are compared; a Sakoe-Chiba band; a threshold
 from held-out normal windows instead of a fixed one; in large groups every rank is compared with reference ranks only.
 
-No lower bounds: on the development traces LB_Keogh rules out 40 to 75 % of the pairs, while a pair costs a tenth when 64 are
+No lower bounds: on the development traces LB_Keogh rules out 40 to 75 % of the pairs, while a pair costs a seventh when 64 are
 computed side by side, one instruction for many, which bounds that differ from pair to pair forbid.
 """
 

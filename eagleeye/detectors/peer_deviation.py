@@ -17,7 +17,7 @@ from eagleeye.detectors.thresholds import threshold_M
 from eagleeye.metrics import BY_COLUMN
 from eagleeye.window import Window
 
-CLIP = 8.0
+CLIP = 6.0
 """Larger deviations count as this many robust standard deviations in a mean."""
 
 

@@ -28,7 +28,7 @@ ABSOLUTE_FLOOR = {"1": 0.005, "1/s": 0.2, "bytes/s": 1000.0, "bytes": 65536.0, "
 """The same for metrics that are usually zero, by base unit."""
 
 SHIFT_RATIO = 0.25
-"""Of what everybody's value usually changes from one instant to the next: so much a clock that is off by a quarter of it explains."""
+"""Of what everybody's value usually changes from one instant to the next: a clock that is off by a quarter explains as much."""
 
 PASSAGE_POINTS, PASSAGE_JUMPS = 12, 4
 """A passage of the whole job from one state to another shows in no more than this many of so many instants."""
@@ -329,8 +329,9 @@ def jumps_GM(window: Window) -> NDArray[np.float32]:
 def prepare(window: Window, scale: Scale, offset_RM: NDArray[np.float32], jump_GM: NDArray[np.float32] | None = None) -> Window:
     """Return a window of the scale's metrics in robust standard deviations from the peers.
 
-    Where a group's median changes by more than `jump_GM` within one instant (a job that stalls, or goes on), the excess explains as
-    much of a deviation: scrapes of nodes are not simultaneous, and who is scraped a moment later shows what the others showed before.
+    Where a group's median changes by more than `jump_GM` within one instant (a job that stalls, or goes on), the excess explains
+    as much of a deviation: scrapes of nodes are not simultaneous, and who is scraped a moment later shows what the others showed
+    before.
 
     Every instant becomes the median of the newest three observed values, of five where sampling is finer than `FINE_S`: this
     removes what a single scrape did, and bridges

@@ -71,7 +71,7 @@ YOUNG_S = 120.0
 """Of a job watched for no longer than this only a loss of 0.3 of its pace tells anything; less with a longer past."""
 
 DEVIATIONS = 6.0
-CPU_AGREE_RATIO = 1.25
+CPU_AGREE_RATIO = 0.7
 AGREE_RATIO = 1.6
 """Rates that fall because the job became slower fall by the same factor, up to this."""
 
@@ -168,11 +168,13 @@ def _flat_together(past: Past, window: Window, series: Mapping[str, Floats], run
     power_T = series.get(POWER)
     if power_T is not None and (POWER, 2) in past.level and spins:
         spins = bool(np.nanmedian(power_T[-max(run, 1) :]) < POWER_RATIO * past.level[POWER, 2])
-    if not spins and run:
+    if not run:
+        return abstain(FLAT_TOGETHER, window, "the job computes or sends")
+    if not spins:
         # idle together: a checkpoint, a restart or the end; that is for others to say
         return abstain(FLAT_TOGETHER, window, "the job does not spin")
     needed = max(LEAST_FLAT_POINTS, 2 * past.flat_points)
-    return _of_everybody(FLAT_TOGETHER, window, run / needed if spins else 0.0, "gpu_tensor_active_ratio")
+    return _of_everybody(FLAT_TOGETHER, window, run / needed, "gpu_tensor_active_ratio")
 
 
 def _job_change(past: Past, window: Window, series: Mapping[str, Floats]) -> Score:
@@ -186,13 +188,22 @@ def _job_change(past: Past, window: Window, series: Mapping[str, Floats]) -> Sco
             if past.level.get((m, h), 0.0) <= 0 or not np.isfinite(series[m][-h:]).mean() > 0.5:
                 continue
             level, spread = past.level[m, h], past.spread[m, h]
-            now = _newest_mean(series[m], h)
+            # slower still: what is over shows in a long mean for a while, but not in its newest half
+            now = max(_newest_mean(series[m], h), _still_ratio(past, series[m], m, h) * level)
             least = max(LEAST_CHANGE if h >= LEAST_CHANGE_POINTS else LEAST_SOON, past.least_change)
             ratios.append(max(now / level, 1e-3))
             strengths.append((level - now) / max(DEVIATIONS * spread, least * level))
         if ratios and _fell_together(ratios) and _still_used(past, series, h, min(ratios)):
             best = max(best, *strengths)
     return _of_everybody(JOB_CHANGE, window, best, rates[0])
+
+
+def _still_ratio(past: Past, value_T: Floats, m: str, h: int) -> float:
+    """Pace in the newest half of a horizon, moved half way to the usual one: no event that is over may pass for one that lasts."""
+    half = h // 2
+    if past.level.get((m, half), 0.0) <= 0 or half not in HORIZONS or not np.isfinite(value_T[-half:]).any():
+        return 0.0
+    return 2 * (_newest_mean(value_T, half) / past.level[m, half]) - 1
 
 
 def _fell_together(ratios: Sequence[float]) -> bool:
@@ -208,7 +219,7 @@ def _still_used(past: Past, series: Mapping[str, Floats], h: int, ratio: float) 
     use_T = series.get(USE[0])
     if use_T is None and CPU in series and past.level.get((CPU, h), 0.0) > 0:
         # a larger batch costs as much of the processors as before, waiting does not
-        return bool(_newest_mean(series[CPU], h) / past.level[CPU, h] < CPU_AGREE_RATIO * ratio)
+        return bool(_newest_mean(series[CPU], h) / past.level[CPU, h] < 1 - CPU_AGREE_RATIO * (1 - ratio))
     if use_T is None or not np.isfinite(past.use) or not np.isfinite(use_T[-h:]).any():
         return True
     use = _newest_mean(use_T, h) / past.use

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from eagleeye.detectors import applicability, diagnosis, ensemble, peers, rules, whole_job
+from eagleeye.detectors import applicability, base, diagnosis, ensemble, peers, rules, whole_job
 from eagleeye.detectors.base import Score
 from eagleeye.detectors.ensemble import Ensemble
 from eagleeye.detectors.rules import Limits
@@ -82,6 +82,9 @@ CHANGE_POINTS, CHANGE_RATIO = 6, 1.2
 SECOND_NODE_S = 30.0
 """A further node is named beside the first only after it was suspected without a break for this long."""
 
+LONG_PAUSE_S, WARM_UP_S = 60.0, 180.0
+"""After a pause of the first length a job may be slow for the second: caches are cold, and batches compile."""
+
 TOLD_S = 60.0
 """That is told for so long and at two ticks; whoever restarts the job knows it by then."""
 
@@ -121,6 +124,7 @@ class Judge:
     _roles: tuple[str, ...] = ()
     _level: dict[str, NDArray[np.float32]] | None = None
     _idle_since_s: float | None = None
+    _warm_s: float = -np.inf
     _since_s: dict[str, float] = field(default_factory=dict)
     _named: str = ""
     _evidence: Evidence = field(init=False)
@@ -167,8 +171,12 @@ class Judge:
             return self._by_rule(window, finding)
         if idle and finding is None:
             return self._stopped(window, idle) or self._say(window, Decision.NOT_APPLICABLE, idle)
+        if self._idle_since_s is not None and window.end_s - self._idle_since_s >= LONG_PAUSE_S:
+            self._warm_s = window.end_s + WARM_UP_S
         self._idle_since_s = None
         waiting = self._learn(window)
+        if self._roles and self._roles != window.groups:
+            window = replace(window, groups=self._roles)
         if self._apart:
             return self._say(window, Decision.NOT_APPLICABLE, self._apart)
         verdict = self._by_vote(window, max(passed_s, 1e-3), waiting)
@@ -250,6 +258,9 @@ class Judge:
         if self._learned_s < self.settings.learn_s:
             # little was seen of this job: whoever is to be blamed must lie out twice as far
             each, whole = ([replace(s, score_R=s.score_R / 2) for s in scores] for scores in (each, whole))
+        if window.end_s < self._warm_s:
+            warm = base.abstain(whole_job.JOB_CHANGE, window, "the job warms up after a pause")
+            whole = [warm if s.detector == whole_job.JOB_CHANGE else s for s in whole]
         taking = [s for s in (*each, *whole) if not chosen or s.detector in chosen]
         return [s for s in taking if s.detector in policy.weights], [s for s in taking if s.detector in policy.job_weights]
 
@@ -359,7 +370,9 @@ class Judge:
                 kept.append(i)
                 continue
             newest_R = window.column_RT(metric)[:, -CHANGE_POINTS:]
-            change_R = np.abs(np.where(np.isfinite(newest_R), newest_R, self._level[metric][:, None]).mean(axis=1) - self._level[metric])
+            change_R = np.abs(
+                np.where(np.isfinite(newest_R), newest_R, self._level[metric][:, None]).mean(axis=1) - self._level[metric]
+            )
             if not change_R[i] < CHANGE_RATIO * np.nanmedian(change_R[others]):
                 kept.append(i)
         return kept

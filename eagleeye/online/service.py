@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 from eagleeye.errors import EnvironmentLacks, UsageError
 from eagleeye.online.explain import explain
-from eagleeye.online.scorer import JobState, Scorer
+from eagleeye.online.scorer import JobState, Scorer, Shadow
 from eagleeye.records import Decision, IncidentState, to_json
 
 PATHS = (
@@ -59,7 +59,25 @@ class SnapshotCollector:
         state = GaugeMetricFamily(
             "eagleeye_anomaly_state", "1 for the newest verdict of the job, else 0.", labels=("training_job", "state")
         )
+        drift = GaugeMetricFamily(
+            "eagleeye_model_drift_ratio",
+            "Share of recent rank-ticks judged normal that lie above all normal work that the model was calibrated on.",
+            labels=("training_job",),
+        )
+        shadow_verdicts = CounterMetricFamily(
+            "eagleeye_shadow_verdicts", "Verdicts of the candidate model, by decision.", labels=("training_job", "decision")
+        )
+        disagreements = CounterMetricFamily(
+            "eagleeye_shadow_disagreements",
+            "Verdicts of the candidate model whose decision or nodes differ from the live ones.",
+            labels=("training_job",),
+        )
         for job, known in snapshot.jobs.items():
+            drift.add_metric((job,), known.drift.ratio)
+            if known.shadow:
+                disagreements.add_metric((job,), known.shadow.disagreements_total)
+                for result, count in known.shadow.verdicts_total.items():
+                    shadow_verdicts.add_metric((job, result), count)
             votes.add_metric((job,), sum(1 for vote in known.verdict.votes.values() if vote))
             for decision in Decision:
                 state.add_metric((job, decision.value), float(known.verdict.decision is decision))
@@ -67,7 +85,7 @@ class SnapshotCollector:
                 for (rank, node, _), value in zip(known.ranks, one.score_R, strict=True):
                     if np.isfinite(value):
                         score.add_metric((one.detector, job, str(rank), node), float(value))
-        yield from (score, votes, state)
+        yield from (score, votes, state, drift, shadow_verdicts, disagreements)
         opened = GaugeMetricFamily(
             "eagleeye_incident_open",
             "1 for each node of an open incident; node is empty for the whole job.",
@@ -180,6 +198,19 @@ def _summary(job: str, known: JobState) -> dict[str, Any]:
         "ranks_total": len(known.ranks),
         "nodes": sorted({node for _, node, _ in known.ranks}),
         "verdict": to_json(known.verdict),
+        "drift_ratio": round(known.drift.ratio, 4),
+        "model_fits": known.drift.fits,
+        "shadow": _shadow(known.shadow) if known.shadow else None,
+    }
+
+
+def _shadow(shadow: Shadow) -> dict[str, Any]:
+    return {
+        "model": shadow.model,
+        "verdict": to_json(shadow.verdict) if shadow.verdict else None,
+        "failure": shadow.failure,
+        "agrees": shadow.agrees if shadow.verdict else None,
+        "disagreements_total": shadow.disagreements_total,
     }
 
 
