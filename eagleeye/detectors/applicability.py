@@ -53,8 +53,9 @@ def _use_metrics(window: Window, *, steps: bool) -> list[str]:
 def out_of_step(window: Window) -> str | None:
     """Return why the ranks do not work in step, in words, or None: inference and notebooks keep each rank busy on its own.
 
-    `window` is what would be learned from. In synchronous training ranks of one group rise and fall together, so that their spread at
-    an instant is small beside the level in at least one metric of use or work; where it is in none, peers are no measure.
+    `window` is what would be learned from. In synchronous training ranks of one group rise and fall together, so that their
+    spread at an instant is small beside the level in at least one metric of use or work; where it is in none, peers are no
+    measure.
     """
     ratios = {}
     groups = np.array(window.groups)
@@ -79,7 +80,8 @@ def out_of_step(window: Window) -> str | None:
     if not ratios or min(ratios.values()) < IN_STEP_RATIO:
         return None
     metric = min(ratios, key=lambda m: ratios[m])
-    return f"the ranks do not work in step ({metric} spreads by {min(ratios[metric], 9.99):.0%} between them), so this is no synchronous training"
+    apart = f"{metric} spreads by {min(ratios[metric], 9.99):.0%} between them"
+    return f"the ranks do not work in step ({apart}), so this is no synchronous training"
 
 
 def missing(window: Window, share: float = 0.5) -> str | None:

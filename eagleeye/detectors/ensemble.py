@@ -64,8 +64,9 @@ class Ensemble:
         ----------
         window : as read from a source; metrics that the model does not know are ignored, those that are missing are NaN
         offset_RM : (R, M) of the scale's metrics, from `job_offsets`
-        unfamiliar : from `whole_job.unfamiliar`: metrics whose level was never seen while permanent differences were learned, so that
-            these may not hold: a deviation counts as far as it is there with and without them, by the growth of the level less
+        unfamiliar : from `whole_job.unfamiliar`: metrics whose level was never seen while permanent differences were learned,
+            so that these may not hold: a deviation counts as far as it is there with and without them, by the growth of the
+            level less
         jump_GM : (G, M) from `job_jumps`; without it every change of the whole group is taken for usual
 
         Raises
@@ -184,7 +185,8 @@ def memory_points(detector: Detector) -> int:
 def shipped(window: Window) -> Ensemble | None:
     """Return what judges a job that nobody knows yet, None where nothing can: dead GPUs among busy ones, and nothing finer.
 
-    Compares only metrics in which nearly all ranks are at work and agree now; processes differ while they start, and idle ranks always.
+    Compares only metrics in which nearly all ranks are at work and agree now; processes differ while they start, and idle
+    ranks always.
     """
     level: dict[str, float] = {}
     for metric in SHIPPED_METRICS:

@@ -1,9 +1,9 @@
 """Peer deviation: does this rank lie off the others, now or on average over a while?
 
 Source: median + k * MAD with a floor of magnitude (EROICA, arXiv 2506.08528), metrics fused by the largest (Minder, arXiv
-2411.01791, section 4: concatenation and sums hide a single sick metric). *Differs*: permanent differences between boards are removed
-before, only the side of the peers counts on which sick ranks lie (`Metric.worse`), and means over several horizons make small lasting
-deviations visible that no single instant shows.
+2411.01791, section 4: concatenation and sums hide a single sick metric). *Differs*: permanent differences between boards are
+removed before, only the side of the peers counts on which sick ranks lie (`Metric.worse`), and means over several horizons
+make small lasting deviations visible that no single instant shows.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """How a raw distance becomes a score, and how unlikely a score is in normal work.
 
-A score is a distance divided by what held-out normal windows reach. Never a contamination quantile: that would flag a fixed share of
-healthy ranks by construction.
+A score is a distance divided by what held-out normal windows reach. Never a contamination quantile: that would flag a fixed
+share of healthy ranks by construction.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ def threshold_M(normal_RM: Sequence[NDArray[np.float64]], floor: float) -> NDArr
 class Tail:
     """How improbable scores are in normal work: p(score) = share * exp(-(score - START) / slope) above `START`, 1 below.
 
-    Source: peaks over a threshold with an exponential tail (Pickands, 10.1214/aos/1176343003, shape 0). `START` is the largest score of
-    held-out normal work by construction, so nothing below it is evidence.
+    Source: peaks over a threshold with an exponential tail (Pickands, 10.1214/aos/1176343003, shape 0). `START` is the largest
+    score of held-out normal work by construction, so nothing below it is evidence.
     """
 
     share: float = 1e-2

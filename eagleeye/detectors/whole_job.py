@@ -1,16 +1,17 @@
 """The whole job against its own past: does it still make progress, and as fast as before? Blames nobody by itself.
 
-In synchronous training one sick rank, a congested network or a slow storage slow everybody alike, which no comparison between peers
-sees. Three members of the vote look at the job instead, each by its own past and by ratios alone, so that no model of other jobs is
-needed:
+In synchronous training one sick rank, a congested network or a slow storage slow everybody alike, which no comparison between
+peers sees. Three members of the vote look at the job instead, each by its own past and by ratios alone, so that no model of other
+jobs is needed:
 
 * `flat_together`: GPUs are fully in use, yet there is neither power, tensor activity nor traffic. Ranks spin in a collective that
   never ends.
 * `job_change`: all rates of work fell together by one ratio. A batch change or an evaluation changes some of them and not others.
 * `silence`: a rank fell silent when the job came to stand still. It alone speaks of single ranks.
 
-Source: hangs show full utilization (TRANSOM, section II); self-history change points for whole-job slow-downs (Greyhound, ATC'25; BOCD).
-*Differs*: means over several horizons against robust limits of the job's own past instead of a Bayesian run length.
+Source: hangs show full utilization (TRANSOM, section II); self-history change points for whole-job slow-downs (Greyhound,
+ATC'25; BOCD). *Differs*: means over several horizons against robust limits of the job's own past instead of a Bayesian run
+length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,8 +62,8 @@ LEAST_FLAT_POINTS = 2
 NOW_POINTS = 3
 HORIZONS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 LEAST_CHANGE, LEAST_CHANGE_POINTS, LEAST_SOON = 0.03, 8, 0.08
-"""Jobs drift by one or two percent a day (Llama 3, section 3.3.4); a slow-down below this is left to people. Soon after it began, below
-the second."""
+"""Jobs drift by one or two percent a day (Llama 3, section 3.3.4); a slow-down below this is left to people. Soon after it
+began, below the second."""
 
 UNFAMILIAR_RATIO = 0.25
 """A job median this share of the learned range beyond it was never seen before."""
@@ -126,7 +127,7 @@ def learn(window: Window) -> Past:
 
 
 def unfamiliar(past: Past, window: Window) -> dict[str, float]:
-    """Return metric -> how many times its learned high the job's median is now (at least 1), for metrics outside of what was learned.
+    """Return metric -> how many times its learned high the job's median is now, for metrics outside of what was learned.
 
     Permanent differences between boards need not hold there, and what is proportional to the level grew with it.
     """
@@ -199,7 +200,7 @@ def _job_change(past: Past, window: Window, series: Mapping[str, Floats]) -> Sco
 
 
 def _still_ratio(past: Past, value_T: Floats, m: str, h: int) -> float:
-    """Pace in the newest half of a horizon, moved half way to the usual one: no event that is over may pass for one that lasts."""
+    """Pace in the newest half of a horizon, moved half way to the usual one: what is over must not pass for what lasts."""
     half = h // 2
     if past.level.get((m, half), 0.0) <= 0 or half not in HORIZONS or not np.isfinite(value_T[-half:]).any():
         return 0.0
@@ -232,7 +233,7 @@ def _still_used(past: Past, series: Mapping[str, Floats], h: int, ratio: float) 
 
 
 def phase(past: Past, window: Window) -> str | None:
-    """Return in words what the job does if it is not what was learned, without being in trouble; None if it is or nobody can tell."""
+    """Return in words what else than usual the job does without being in trouble; None if it does as usual or nobody can tell."""
     series = _job_series(window.last(NOW_POINTS * window.step_s))
     use_T = series.get(USE[0])
     ratios = {
@@ -253,7 +254,7 @@ def phase(past: Past, window: Window) -> str | None:
 
 def _silence(past: Past, window: Window, run: int) -> Score:
     """A rank that others outlive: heard before, silent since the job stands still."""
-    heard_RT = np.isfinite(window.values_RMT).any(axis=1)
+    heard_RT: NDArray[np.bool_] = np.asarray(np.isfinite(window.values_RMT).any(axis=1))
     T = heard_RT.shape[1]
     points = min(max(LEAST_FLAT_POINTS, run), T - 1)
     silent_R = ~heard_RT[:, T - points :].any(axis=1) & (heard_RT[:, : T - points].mean(axis=1) > 0.5)
@@ -309,8 +310,8 @@ def _working_T(series: Mapping[str, Floats]) -> NDArray[np.bool_]:
 def _weights(h: int) -> Floats:
     """(h,) weights of a mean over `h` instants.
 
-    Hann's window: an iteration longer than the sampling interval beats with it, and its ripple in a plain mean is larger than most
-    slow-downs. Under these weights it falls with the third power of the horizon.
+    Hann's window: an iteration longer than the sampling interval beats with it, and its ripple in a plain mean is larger than
+    most slow-downs. Under these weights it falls with the third power of the horizon.
     """
     bell = np.hanning(h + 2)[1:-1]
     return np.asarray(bell / bell.sum())

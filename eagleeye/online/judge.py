@@ -189,7 +189,7 @@ class Judge:
         return verdict
 
     def _stopped(self, window: Window, idle: str) -> Verdict | None:
-        """Say that a job that worked has stopped to, without a phase or an end that explains it, for longer than it ever paused."""
+        """Say that a job that worked has stopped, with no phase and no end to explain it, for longer than it ever paused."""
         if self._idle_since_s is None:
             self._idle_since_s = window.end_s
         stood_s = window.end_s - self._idle_since_s
@@ -215,7 +215,7 @@ class Judge:
         waiting = f"{self._cannot}learning what is normal for this job: {watched_s:.0f} of {needed_s:.0f} s"
         due = [s for s in self._lessons_s(window.step_s) if self._learned_s < s <= watched_s + window.step_s / 2]
         suspicious = any(np.nanmax(s.score_R, initial=0.0) > SUSPICIOUS for s in self._before)
-        waited = watched_s >= 2 * needed_s and self._learned_s < needed_s
+        waited = self._busy_s >= 2 * needed_s and self._learned_s < needed_s
         if due and (not suspicious or waited) and (self._learned_s < needed_s or self._clean_s >= due[-1]):
             past = window.last(due[-1])
             try:
@@ -304,8 +304,8 @@ class Judge:
     def _patience_R(self, of_ranks: list[Score]) -> NDArray[np.float64]:
         """Return (R,) how many times the usual patience a rank deserves.
 
-        A neighbour on the same machine, or a pause of the program, costs a rank some use, power and time for some seconds; it does not
-        lower a clock or fill a port. Whoever lies out very far needs no patience either.
+        A neighbour on the same machine, or a pause of the program, costs a rank some use, power and time for some seconds; it
+        does not lower a clock or fill a port. Whoever lies out very far needs no patience either.
         """
         strength_R = np.nan_to_num(vote.majority_R(of_ranks, vote.POLICIES[self.settings.policy].weights, 0.0))
         worst = next((s for s in of_ranks if s.detector == "peer_deviation"), of_ranks[0])
@@ -313,7 +313,7 @@ class Judge:
         return np.where(hard_R | (strength_R >= FAR), 1.0, SOFT_PATIENCE)
 
     def _blame(self, window: Window, ballot: vote.Ballot, scores: list[Score]) -> Verdict:
-        """Say whom the ballot blames. Whoever lies out furthest must be the one that is sure: his neighbours only suffer from him."""
+        """Say whom the ballot blames. Whoever lies out furthest must be the sure one: his neighbours only suffer from him."""
         suspects = list(ballot.suspects)
         if not suspects or np.nanmax(ballot.strength_R) > ballot.strength_R[suspects[0]]:
             return self._say(window, Decision.NORMAL, "no rank differs from its peers for sure", votes=ballot.votes)
@@ -356,8 +356,9 @@ class Judge:
     def _who_changed(self, window: Window, suspects: list[int], scores: list[Score]) -> list[int]:
         """Return the suspects that changed against their own past, and not only against peers that did.
 
-        Where half of a group is sick, the median lies between the halves and both deviate alike. Metrics that change for everybody who
-        waits (tensor activity, traffic) tell nothing here; of the time spent waiting itself the culprit has the least.
+        Where half of a group is sick, the median lies between the halves and both deviate alike. Metrics that change for
+        everybody who waits (tensor activity, traffic) tell nothing here; of the time spent waiting itself the culprit has the
+        least.
         """
         lying_out = next((s for s in scores if s.detector == "peer_deviation"), None)
         if lying_out is None or self._level is None:
@@ -460,7 +461,7 @@ class Judge:
 def _kept_where_it_moved(
     before: Ensemble, before_RM: NDArray[np.float32], after: Ensemble, after_RM: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Return the new permanent differences, with the old one where it moved for more than chance: a slow fault is not to be learned."""
+    """Return the new permanent differences, with the old one where it moved by more than chance: no slow fault is learned."""
     out_RM = after_RM.copy()
     for m, metric in enumerate(after.scale.metrics):
         if metric in before.scale.metrics:

@@ -47,8 +47,8 @@ class Ballot:
     Attributes
     ----------
     votes : each member's own vote on whether anybody is anomalous; None = it abstained
-    strength_R : (R,) how far a rank lies out at this tick: the largest value that a weighted majority of those who judge it reaches.
-        NaN = too few could judge
+    strength_R : (R,) how far a rank lies out at this tick: the largest value that a weighted majority of those who judge it
+        reaches. NaN = too few could judge
     suspects : indices of ranks with a majority, furthest out first, without those in the shadow of the furthest
     """
 
@@ -65,7 +65,8 @@ class Ballot:
 def majority_R(scores: Sequence[Score], weights: Mapping[str, float], least_weight: float = 2.0) -> NDArray[np.float64]:
     """Return (R,) the largest value that members with more than half of the judging weight reach.
 
-    A member without a weight counts one; NaN is no vote for either side. NaN where members of less than `least_weight` judge a rank.
+    A member without a weight counts one; NaN is no vote for either side. NaN where members of less than `least_weight` judge a
+    rank.
 
     Raises
     ------
@@ -90,8 +91,8 @@ def tally(
 ) -> Ballot:
     """Count the votes rank by rank.
 
-    Source: TRANSOM section IV, majority of three. *Differs*: the paper votes on the task and then looks for the node; we vote on every
-    rank, because a task-level vote blames nobody.
+    Source: TRANSOM section IV, majority of three. *Differs*: the paper votes on the task and then looks for the node; we vote
+    on every rank, because a task-level vote blames nobody.
 
     Parameters
     ----------
@@ -115,7 +116,8 @@ def tally(
 def by_task(scores: Sequence[Score]) -> Ballot:
     """Count the votes on the task, as TRANSOM section IV does: more than half fire on anybody, and the strangest rank is named.
 
-    *Differs*: the paper then names the node whose log shows the first error, if any; here that is a rule and comes before the vote.
+    *Differs*: the paper then names the node whose log shows the first error, if any; here that is a rule and comes before the
+    vote.
     """
     votes = {s.detector: s.fired for s in scores}
     strength_R = np.nan_to_num(np.stack([s.score_R for s in scores])).sum(axis=0) / len(scores)
