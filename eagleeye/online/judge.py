@@ -94,6 +94,9 @@ FIRST_S = 60.0
 SUSPICIOUS = 0.2
 """While a member holds this share of the evidence that it needs against anybody, nothing new is taken for normal."""
 
+ONSET_S = 30.0
+"""A later lesson ends this long before the present."""
+
 GROWING = (2.0, 4.0)
 """Learned anew after these multiples of `learn_s`."""
 
@@ -127,6 +130,7 @@ class Judge:
     _warm_s: float = -np.inf
     _since_s: dict[str, float] = field(default_factory=dict)
     _named: str = ""
+    _blamed: tuple[int, ...] = ()
     _evidence: Evidence = field(init=False)
     _before: list[Score] = field(default_factory=list)
     _cannot: str = ""
@@ -217,7 +221,9 @@ class Judge:
         suspicious = any(np.nanmax(s.score_R, initial=0.0) > SUSPICIOUS for s in self._before)
         waited = self._busy_s >= 2 * needed_s and self._learned_s < needed_s
         if due and (not suspicious or waited) and (self._learned_s < needed_s or self._clean_s >= due[-1]):
-            past = window.last(due[-1])
+            # what began a moment ago is not yet seen by anybody, and must not be learned
+            before = window.before(window.end_s - ONSET_S) if self._learned_s >= needed_s else window
+            past = before.last(due[-1])
             try:
                 self._roles = peers.roles(past)
                 window, past = replace(window, groups=self._roles), replace(past, groups=self._roles)
@@ -281,8 +287,9 @@ class Judge:
         self.evidence = evidence = self._evidence.add(self.scores, tails, memory, passed_s, patience_R)
         votes = self._nobody() | {s.detector: s.fired for s in evidence}
         least = min(2.0, sum(policy.weights[s.detector] for s in of_ranks))
-        ballot = vote.tally(of_ranks, policy.weights, evidence[: len(of_ranks)], least) if of_ranks else None
+        ballot = vote.tally(of_ranks, policy.weights, evidence[: len(of_ranks)], least, self._blamed) if of_ranks else None
         whole = vote.tally(of_job, policy.job_weights, evidence[len(of_ranks) :], 1.0) if of_job else None
+        self._blamed = ballot.suspects if ballot else ()
         if ballot and ballot.suspects and not policy.by_task:
             verdict = self._blame(window, replace(ballot, votes=votes), of_ranks)
             if verdict.decision is Decision.ANOMALOUS:

@@ -1,12 +1,13 @@
 """The vote: scores of several members -> whom a majority holds for anomalous. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagleeye.detectors.base import Score
+from eagleeye.detectors.thresholds import Tail
 
 SHADOW_RATIO = 0.6
 """A rank that deviates less than this share of the worst one is in its shadow: a sick link also disturbs its neighbour."""
@@ -87,7 +88,11 @@ def majority_R(scores: Sequence[Score], weights: Mapping[str, float], least_weig
 
 
 def tally(
-    scores: Sequence[Score], weights: Mapping[str, float], evidence: Sequence[Score] | None = None, least_weight: float = 2.0
+    scores: Sequence[Score],
+    weights: Mapping[str, float],
+    evidence: Sequence[Score] | None = None,
+    least_weight: float = 2.0,
+    held: Collection[int] = (),
 ) -> Ballot:
     """Count the votes rank by rank.
 
@@ -99,6 +104,8 @@ def tally(
     scores : what the members say at this tick
     evidence : the same, accumulated over ticks; it decides where it is given, and `scores` only tell who lies out furthest
 
+    held : ranks blamed at the last tick; they stay blamed until they look as well as in normal work
+
     Raises
     ------
     ValueError
@@ -107,7 +114,8 @@ def tally(
     strength_R = majority_R(scores, weights, least_weight)
     decided_R = majority_R(evidence, weights, least_weight) if evidence else strength_R
     # a rank that looks well at this tick is not to blame for it, whatever it did before
-    anomalous = np.flatnonzero((decided_R > 1.0) & (strength_R > 1.0))
+    least_R = np.where(np.isin(np.arange(len(strength_R)), list(held)), Tail.START, 1.0)
+    anomalous = np.flatnonzero((decided_R > 1.0) & (strength_R > least_R))
     furthest = strength_R[anomalous].max() if len(anomalous) else 0.0
     suspects = sorted((i for i in anomalous if strength_R[i] >= SHADOW_RATIO * furthest), key=lambda i: (-strength_R[i], i))
     return Ballot({s.detector: s.fired for s in evidence or scores}, strength_R, tuple(int(i) for i in suspects))

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from eagleeye.detectors.base import Score
+from eagleeye.detectors.peers import Scale
+from eagleeye.detectors.thresholds import Tail
 from eagleeye.online.judge import Judge, Settings
 from eagleeye.records import Category, Decision, Scope, Verdict
 
@@ -91,7 +93,14 @@ class Scripted:
     def job_offsets(self, window: Any) -> Any:
         return np.zeros((len(window.ranks), len(window.metrics)), np.float32)
 
-    def score(self, window: Any, offset_RM: Any) -> list[Score]:
+    scale = Scale((), np.empty(0))
+    tails: ClassVar[dict[str, Tail]] = {}
+    memory: ClassVar[dict[str, int]] = {}
+
+    def job_jumps(self, window: Any) -> Any:
+        return np.zeros((1, len(window.metrics)), np.float32)
+
+    def score(self, window: Any, offset_RM: Any, unfamiliar: Any = None, jump_GM: Any = None) -> list[Score]:
         said = self.says(window.end_s - self.start_s)
         columns = np.array([said.get(r, (0.1, 0.1, 0.1)) for r in window.ranks])
         evidence = ("gpu_power_watts",) * len(window.ranks)
