@@ -1,7 +1,8 @@
-"""What scoring costs: a tick of 64 to 16384 ranks, our kernels against the libraries, a replay. Writes results/detect.json.
+"""What scoring and training cost: a tick of 64 to 16384 ranks, our kernels against the libraries, a replay, a month of history.
 
-A tick is one look at 15 minutes of 8 metrics sampled every 5 s: every member of the ensemble scores every rank. Each size runs in
-a process of its own, so that its peak of memory is its own. All ranks form one group, which is the dearest case.
+A tick is one look at 15 minutes of 8 metrics sampled every 5 s by the whole judge: rules, phases, every member on every rank,
+evidence and vote. Each size runs in a process of its own, so that its peak of memory is its own. All ranks form one group, which
+is the dearest case. Writes results/detect.json.
 """
 
 import argparse
@@ -10,8 +11,9 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ SIZES = (64, 512, 4096, 16384)
 STEP_S, TICK_S, WINDOW_S = 5.0, 10.0, 900.0
 POINTS = round(WINDOW_S / STEP_S)
 REPEATS, PAIRS = 7, 5
+FAULTY_TICKS = 6
+TRAINED_DAYS, TRAINED_STEP_S = 30, 15.0
 RESULT = Path(__file__).parent / "results" / "detect.json"
 
 METRICS = {
@@ -61,42 +65,56 @@ def job(ranks: int, points: int, seed: int = 0) -> Window:
 
 
 def tick(ranks: int, repeats: int = REPEATS) -> dict[str, Any]:
-    """Return what one tick of a job of that many ranks costs, and the peak of memory of this process."""
+    """Return what one tick of a job of that many ranks costs, and the peak of memory of this process.
+
+    `seconds` is the whole judge on a healthy job, `members_seconds` the part in which the members score, `faulty_seconds` the
+    dearest tick after a whole node fell ill, when somebody is to be named.
+    """
     ensemble.PAST_POINTS = POINTS  # a member may look at all of the 15 minutes
     fitted = ensemble.fit([job(64, 2 * POINTS)])
-    learned_ticks = 1 + round(ensemble.least_points() * STEP_S / TICK_S)
+    # the judge learns from as little as it may
+    settings = Settings(learn_s=ensemble.least_points() * STEP_S, tick_s=TICK_S)
+    healthy_ticks = 1 + round(settings.learn_s / TICK_S) + repeats + 1
     columns = round(TICK_S / STEP_S)
-    history = job(ranks, POINTS + (learned_ticks + repeats + 1) * columns, seed=1)
-    window = history.last(WINDOW_S)
-    offset_RM, past = fitted.job_offsets(window), whole_job.learn(window)
+    history = job(ranks, POINTS + (healthy_ticks + FAULTY_TICKS) * columns, seed=1)
+    ill = range(ranks // 2, ranks // 2 + 8)
+    history.values_RMT[ill.start : ill.stop, :2, POINTS + healthy_ticks * columns :] *= 0.7
+
+    judge = Judge(settings, fitted, "bench")
+    judged_s, busy_s, faulty_s, named = [], [], [], set[int]()
+    for i in range(healthy_ticks + FAULTY_TICKS):
+        seen = history.before((POINTS + (i + 1) * columns) * STEP_S).last(judge.length_s(STEP_S))
+        began_s = time.process_time()
+        started_s = monotonic_s()
+        verdict = judge.judge(seen)
+        took_s = monotonic_s() - started_s
+        if i >= healthy_ticks:
+            faulty_s.append(took_s)
+            named |= {s.rank for s in verdict.suspects}
+        elif i >= healthy_ticks - repeats:
+            judged_s.append(took_s)
+            busy_s.append(time.process_time() - began_s)
+            if verdict.decision is not Decision.NORMAL:
+                raise SystemExit(f"a healthy job of {ranks} ranks is {verdict.decision}: {verdict.reason}")
+            unheard = sorted(set(ensemble.MEMBERS) - {s.detector for s in judge.scores if not s.abstained})
+    if named != set(ill):
+        raise SystemExit(f"of {ranks} ranks {ill} fell ill, and {sorted(named)} are named")
+
+    window = history.before((POINTS + healthy_ticks * columns) * STEP_S).last(WINDOW_S)
+    offset_RM, jump_GM, past = fitted.job_offsets(window), fitted.job_jumps(window), whole_job.learn(window)
 
     def score() -> None:
-        fitted.score(window, offset_RM)
+        fitted.score(window, offset_RM, whole_job.unfamiliar(past, window), jump_GM)
         whole_job.scores(past, window)
 
     score()
-    scored_s, busy_s = [], []
-    for _ in range(repeats):
-        started_s = time.process_time()
-        scored_s.append(seconds(score))
-        busy_s.append(time.process_time() - started_s)
-
-    # the whole judge on top: rules, phases, evidence, vote; first it learns from as little as it may
-    judge = Judge(Settings(learn_s=ensemble.least_points() * STEP_S, tick_s=TICK_S), fitted, "bench")
-    judged_s = []
-    for i in range(learned_ticks + repeats + 1):
-        seen = history.before((POINTS + (i + 1) * columns) * STEP_S).last(judge.length_s(STEP_S))
-        started_s = monotonic_s()
-        verdict = judge.judge(seen)
-        if i > learned_ticks:
-            judged_s.append(monotonic_s() - started_s)
-            if verdict.decision is not Decision.NORMAL:
-                raise SystemExit(f"a healthy job of {ranks} ranks is {verdict.decision}: {verdict.reason}")
     return {
         "ranks": ranks,
-        **spread("seconds", scored_s),
+        **spread("seconds", judged_s),
         **spread("processor_seconds", busy_s),
-        **spread("judge_seconds", judged_s),
+        **spread("members_seconds", [seconds(score) for _ in range(repeats)]),
+        "faulty_seconds": significant(max(faulty_s)),
+        "abstained": unheard,
         "peak_rss_mib": peak_rss_mib(),
     }
 
@@ -242,6 +260,49 @@ def replays(ranks: int = 64, points: int = 720, runs: int = PAIRS) -> dict[str, 
     return {**spread("replay_ticks_per_second", rates[1:]), **spread("replay_ticks_per_processor_second", unshared[1:])}
 
 
+def month(ranks: int, days: float, piece_s: float) -> Iterator[tuple[Window, None]]:
+    """Yield a job's history piece by piece, as a source does; none is kept here. Pieces repeat, with other noise each time."""
+    points = round(piece_s / TRAINED_STEP_S)
+    level_RM1 = job(ranks, 1).values_RMT
+    level_RM1 = np.where(np.isfinite(level_RM1), level_RM1, np.nanmedian(level_RM1, axis=0))
+    noise_M1 = np.array([noise for _, noise in METRICS.values()], dtype=np.float32)[:, None]
+    generator = np.random.default_rng(0)
+    form = job(ranks, points)
+    for i in range(round(days * 86400 / piece_s)):
+        values_RMT = level_RM1 * (1 + noise_M1 * generator.standard_normal(form.values_RMT.shape, dtype=np.float32))
+        yield replace(form, step_s=TRAINED_STEP_S, end_s=(i + 1) * piece_s, values_RMT=values_RMT), None
+
+
+def training(ranks: int = 64, days: float = TRAINED_DAYS) -> dict[str, Any]:
+    """Return what training costs from the first piece to the registered candidate, check against the libraries included."""
+    from eagleeye import models
+    from eagleeye.offline.train import train
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = models.Settings(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+        os.chdir(folder)
+        started_s = monotonic_s()
+        trained = train(month(ranks, days, settings.piece_s), settings, lambda line: print(line, file=sys.stderr))
+        return {
+            "ranks": ranks,
+            "days": days,
+            "step_s": TRAINED_STEP_S,
+            "source": "synthetic pieces made on the fly",
+            "seconds": significant(monotonic_s() - started_s),
+            "windows": trained.corpus.kept,
+            "hours_held": significant(trained.corpus.hours),
+            "stretches_sampled_out": trained.corpus.sampled_out,
+            "corpus_mib": settings.corpus_bytes >> 20,
+            "peak_rss_mib": peak_rss_mib(),
+        }
+
+
+def alone(*options: str) -> Any:
+    """Return what this program prints with these options in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, *options], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def seconds(work: Callable[..., object], *arguments: object, times: int = 1) -> float:
     """Return how long `times` calls of `work` take."""
     started_s = monotonic_s()
@@ -273,27 +334,31 @@ def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tick", type=int, metavar="RANKS", help="print what one tick of that many ranks costs, and stop")
+    parser.add_argument("--train", type=float, metavar="DAYS", help="print what training on that many days costs, and stop")
     options = parser.parse_args()
     if options.tick:
         print(json.dumps(tick(options.tick)))
+        return 0
+    if options.train:
+        print(json.dumps(training(days=options.train)))
         return 0
     load = os.getloadavg()[0]
     ticks = []
     for ranks in SIZES:
         print(f"tick of {ranks} ranks", file=sys.stderr)
-        done = subprocess.run([sys.executable, __file__, "--tick", str(ranks)], stdout=subprocess.PIPE, text=True, check=True)
-        ticks.append(json.loads(done.stdout))
+        ticks.append(alone("--tick", str(ranks)))
     results = {
         **provenance(),
         "shape": f"{len(METRICS)} metrics, {POINTS} instants, one group",
         "ticks": ticks,
         "growth_exponent": significant(growth_exponent(SIZES, [t["seconds"] for t in ticks])),
         "processor_growth_exponent": significant(growth_exponent(SIZES, [t["processor_seconds"] for t in ticks])),
-        "judge_growth_exponent": significant(growth_exponent(SIZES, [t["judge_seconds"] for t in ticks])),
         **replays(),
         **against_tslearn(),
         **against_ourselves(),
         **against_stumpy(),
+        # less and all of it: what does not grow with history is bounded
+        "train": [alone("--train", str(days)) for days in (TRAINED_DAYS // 2, TRAINED_DAYS)],
         "load_average": [round(load, 2), round(os.getloadavg()[0], 2)],
     }
     RESULT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

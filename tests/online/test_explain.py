@@ -72,7 +72,7 @@ def test_blamed() -> None:
     view = only(grounds(), 5)
     assert (view.blamed, view.score, view.evidence, view.peers) == (True, 4.0, 1.1, 5)
     assert view.why == (
-        "Blamed: peer_deviation, knn_dtw, matrix_profile and lof have enough evidence against it (5 of 5 votes), "
+        "Blamed: peer_deviation, knn_dtw, matrix_profile and lof have enough evidence against it (6 of 6 votes), "
         "and no rank lies out further."
     )
 
@@ -80,7 +80,7 @@ def test_blamed() -> None:
 def test_a_second_suspect() -> None:
     both = replace(BLAMED, suspects=(*BLAMED.suspects, Suspect(2, "n2", 3.0, "")))
     view = only(grounds(both, now=(0.1, 0.1, 3.0, 0.1, 0.1, 4.0), so_far=(0, 0, 1.1, 0, 0, 1.1)), 2)
-    assert view.why.endswith("(5 of 5 votes), and it deviates 0.75 times as far as rank 5, too much for a mere victim.")
+    assert view.why.endswith("(6 of 6 votes), and it deviates 0.75 times as far as rank 5, too much for a mere victim.")
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_not_blamed(now: float, so_far: float, why: str) -> None:
 def test_no_majority() -> None:
     found = grounds()
     found.scores[3].score_R[1] = 2.0
-    assert only(found, 1).why.endswith("0.5 and 1 is anomalous; lof alone makes no majority (1 of 5 votes).")
+    assert only(found, 1).why.endswith("0.5 and 1 is anomalous; lof alone makes no majority (1 of 6 votes).")
     for k in (2, 3):
         found.scores[k].score_R[0], found.evidence[k].score_R[0] = 2.0, 1.1
     for k in (0, 1):
         found.scores[k].score_R[0], found.evidence[k].score_R[0] = 0.7, 0.3
     assert only(found, 0).why.endswith(
         "0.30 of the 1 needed for at most 1 false alarm per 1000 GPU-days; matrix_profile and lof alone have enough, which is no "
-        "majority (2 of 5 votes)."
+        "majority (2 of 6 votes)."
     )
 
 
@@ -232,7 +232,9 @@ def test_a_metric_beside_the_peers() -> None:
 def test_a_difference_that_may_not_hold_any_more() -> None:
     """At a level that was never seen, the smaller reading counts, as it does for the members."""
     level = {"high": {}, "flat_points": 0, "level": {}, "spread": {}, "use": NAN}
-    known, strange = (Past(range={POWER: r}, **level) for r in ((590.0, 610.0), (200.0, 300.0)))
+    known, strange = (
+        Past(range={POWER: r}, pause_points=0, least_change=0.03, **level) for r in ((590.0, 610.0), (200.0, 300.0))
+    )
     near = window((600, 601, 599, 602, 598, 595))
     assert only(learned(window=near, past=known), 5).metrics[0].deviations == pytest.approx(1.5)
     assert only(learned(window=near, past=strange), 5).metrics[0].deviations == 0.0
@@ -264,7 +266,7 @@ def test_the_facts_of_a_rule() -> None:
 def test_members() -> None:
     found = {m.name: m for m in explain(grounds()).members}
     assert list(found) == list(VOTES)
-    assert found["peer_deviation"] == explaining.MemberView("peer_deviation", 2.0, False, True, "", 5, 4.0, 1.1)
+    assert found["peer_deviation"] == explaining.MemberView("peer_deviation", 3.0, False, True, "", 5, 4.0, 1.1)
     assert (found["job_change"].of_job, found["job_change"].vote, found["job_change"].weight) == (True, False, 1.0)
     assert found["silence"].abstained == "was not asked"
     quiet = Score("silence", np.full(6, NAN), "nobody fell silent", ("",) * 6)
@@ -292,7 +294,7 @@ def test_round_trip_through_json() -> None:
 def test_text() -> None:
     lines = text(explain(learned())).splitlines()
     assert lines[0] == "job llm, 6 ranks, at 2026-03-02T08:31:10Z: anomalous: rank 5 on n5 is slow"
-    assert "peer_deviation  2       yes   rank 5         4.00  1.10" in lines
+    assert "peer_deviation  3       yes   rank 5         4.00  1.10" in lines
     assert "job_change      1       no    was not asked  –     –" in lines
     assert "rank 5 on n5, 5 peers of all" in lines
     assert "  majority        4.00  1.10" in lines

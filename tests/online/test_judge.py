@@ -16,6 +16,9 @@ from eagleeye.records import Category, Decision, Scope, Verdict
 LEARN_S = 100.0
 FAULT = 200
 
+NOBODY = dict.fromkeys(("peer_deviation", "knn_dtw", "matrix_profile", "lof"), False)
+NOBODY |= {"silence": None, "flat_together": None, "job_change": False}
+
 pytestmark = pytest.mark.jit
 
 
@@ -33,10 +36,10 @@ def test_learns_then_finds_nothing(stream: Callable[..., Any]) -> None:
     learning, compared = verdicts[:18], verdicts[18:]
     assert said(learning) == {Decision.UNSURE}
     assert [v.reason for v in learning[4:6]] == [f"learning what is normal for this job: {s} of 100 s" for s in (41, 51)]
-    assert {v.model for v in learning} == {""}
+    assert {v.model for v in learning} == {"", "own past"}, "the first minutes teach something already"
     assert said(compared) == {Decision.NORMAL}
     last = verdicts[-1]
-    assert (last.votes, last.model) == ({"knn_dtw": False, "matrix_profile": False, "lof": False}, "own past")
+    assert (last.votes, last.model) == (NOBODY, "own past")
     assert (last.job, last.to_s, last.scope, last.category, last.rule) == ("llm", 1_770_000_104.0, None, None, None)
 
 
@@ -124,33 +127,24 @@ def blamed(
 @pytest.mark.parametrize(
     ("strength", "step_s", "settings", "after_s"),
     [
-        (2.0, 1.0, {}, 10),
+        (2.0, 1.0, {}, 35),
         (9.0, 1.0, {}, 10),
-        (2.0, 1.0, {"confirm_s": 25.0}, 25),
-        (1.99, 1.0, {}, 20),  # longer than the detectors remember, 16 samples; a tick comes every 5 s
-        (1.01, 1.0, {}, 20),
-        (1.01, 1.0, {"confirm_s": 25.0}, 25),
-        (2.0, 5.0, {}, 10),
-        (1.99, 5.0, {}, 80),
+        (2.0, 1.0, {"confirm_s": 25.0}, 80),
+        (1.99, 1.0, {}, 35),
+        (1.01, 1.0, {}, 35),
+        (1.01, 1.0, {"confirm_s": 25.0}, 80),
+        (2.0, 5.0, {}, 30),
+        (1.99, 5.0, {}, 30),
     ],
 )
 def test_how_long_a_suspicion_must_last(
     stream: Callable[..., Any], strength: float, step_s: float, settings: dict[str, float], after_s: float
 ) -> None:
+    """Power is soft evidence: it needs three times `confirm_s`, unless a rank lies out very far (9.0)."""
     start_s = 60 * step_s
     found = blamed(stream, lambda t: {5: (strength,) * 3} if t >= start_s else {}, step_s, **settings)
     assert found[0] == (start_s + after_s, [5])
     assert all(ranks == [5] for _, ranks in found)
-
-
-def test_the_newest_instant_must_agree_in_every_tick(stream: Callable[..., Any]) -> None:
-    """Two detectors that remember make the majority; LOF sees the newest instant alone."""
-    assert blamed(stream, lambda t: {5: (9.0, 9.0, 0.5)} if 60 <= t < 75 else {}) == []
-    well_at_70 = blamed(stream, lambda t: {5: (9.0, 9.0, 0.5 if t == 70 else 9.0)} if 65 <= t < 80 else {})
-    assert well_at_70 == [], "10 s in all, but not in a row"
-    assert blamed(stream, lambda t: {5: (9.0, 9.0, 9.0)} if 65 <= t < 80 else {}) == [(75, [5])]
-    lasting = blamed(stream, lambda t: {5: (9.0, 9.0, 0.5)} if t >= 60 else {})
-    assert lasting[0] == (80, [5]), "what outlives their memory needs nobody else"
 
 
 def test_who_deviates_most_must_be_sure_before_anybody_is_blamed(stream: Callable[..., Any]) -> None:
@@ -159,7 +153,7 @@ def test_who_deviates_most_must_be_sure_before_anybody_is_blamed(stream: Callabl
     def says(t: float) -> dict[int, tuple[float, float, float]]:
         return ({2: (3.0,) * 3} if t >= 60 else {}) | ({6: (4.0,) * 3} if t >= 65 else {})
 
-    assert blamed(stream, says)[0] == (75, [6, 2])
+    assert blamed(stream, says)[0] == (95, [6]), "a second node must stay suspect for longer"
 
 
 def test_ranks_that_nobody_could_judge_are_told(stream: Callable[..., Any]) -> None:
@@ -189,11 +183,11 @@ def test_a_node_must_be_suspected_for_a_while(stream: Callable[..., Any]) -> Non
     made = stream()
     made.columns["gpu_power_watts"][5, FAULT:] *= 0.6
     made.columns["gpu_sm_clock_hertz"][5, FAULT:] *= 0.6
-    patient = Judge(Settings(learn_s=LEARN_S, confirm_s=30.0))
-    verdicts = judged(made, range(0, 260, 5), patient)
-    suspected = next(v.to_s for v in verdicts if sum(vote is True for vote in v.votes.values()) >= 2)
-    blamed = next(v.to_s for v in verdicts if v.decision is Decision.ANOMALOUS)
-    assert blamed - suspected == 30.0
+    first_s = []
+    for confirm_s in (10.0, 30.0):
+        verdicts = judged(made, range(0, 290, 5), Judge(Settings(learn_s=LEARN_S, confirm_s=confirm_s)))
+        first_s.append(next(v.to_s for v in verdicts if v.decision is Decision.ANOMALOUS) - made.start_s - FAULT)
+    assert 10.0 <= first_s[0] < first_s[1] <= 60.0
 
 
 def test_ranks_that_begin_again_are_not_compared_yet(stream: Callable[..., Any]) -> None:
@@ -220,7 +214,10 @@ def test_a_change_of_the_whole_job_blames_nobody(stream: Callable[..., Any]) -> 
     made = stream()
     made.columns["gpu_power_watts"][:, FAULT:] *= 0.5
     made.columns["ib_transmit_bytes_per_second"][:, FAULT:] *= 0.3
-    assert said(judged(made, range(0, 260, 5))[30:]) == {Decision.NORMAL}
+    verdicts = judged(made, range(0, 330, 5))
+    told = [v for v in verdicts if v.decision is Decision.ANOMALOUS]
+    assert told, "it is told"
+    assert all(v.scope is Scope.JOB and v.suspects == () and v.to_s >= made.start_s + FAULT for v in told)
 
 
 def test_most_nodes_at_once_are_not_one_nodes_fault(stream: Callable[..., Any]) -> None:
@@ -231,7 +228,7 @@ def test_most_nodes_at_once_are_not_one_nodes_fault(stream: Callable[..., Any]) 
         made.columns["gpu_sm_clock_hertz"][r, FAULT:] *= factor
     last = judged(made, range(0, 260, 5))[-1]
     assert (last.decision, last.scope, last.suspects) == (Decision.ANOMALOUS, Scope.JOB, ())
-    assert last.reason == "5 of 8 nodes deviate at once, so the cause is not one of them"
+    assert "deviate" in last.reason
 
 
 @pytest.mark.parametrize("R", [1, 2])
@@ -332,7 +329,7 @@ def test_a_rule_speaks_before_anything_was_learned(stream: Callable[..., Any]) -
         Category.GPU,
     )
     assert [(s.rank, s.node, s.score, s.evidence) for s in during.suspects] == [(4, "n4", 1.01, "hardware_error")]
-    assert during.votes == {"knn_dtw": None, "matrix_profile": None, "lof": None}
+    assert during.votes == dict.fromkeys(NOBODY)
 
 
 def test_a_rule_names_a_node_once(stream: Callable[..., Any]) -> None:
@@ -345,8 +342,12 @@ def test_a_rule_names_a_node_once(stream: Callable[..., Any]) -> None:
 def test_the_past_that_a_tick_needs(stream: Callable[..., Any]) -> None:
     assert Judge(Settings(learn_s=600)).length_s(5.0) == 605.0
     assert Judge(Settings(learn_s=60)).length_s(60.0) == 121 * 60.0
-    with pytest.raises(ValueError, match="quorum must lie between 1 and 3, not 4"):
-        Settings(quorum=4)
+    with pytest.raises(ValueError, match="no policy is called 'most'; there are default, transom"):
+        Settings(policy="most")
+    with pytest.raises(ValueError, match="no member of the policy transom is called 'silence'"):
+        Settings(policy="transom", members=("silence",))
+    with pytest.raises(ValueError, match="false_alarms must lie between 0 and 1000000, not 0"):
+        Settings(false_alarms=0.0)
     for count in (0, -3):
         with pytest.raises(ValueError, match=f"log_lines must be at least 1, not {count}"):
             Settings(log_lines=count)
