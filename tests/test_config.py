@@ -244,6 +244,8 @@ def other(name: str, default: Any) -> tuple[Any, str, Any]:
         return default + 1, str(default + 1), default + 1
     if isinstance(default, float):
         return default / 2, str(default / 2), default / 2
+    if name == "members":
+        return ["lof", "knn_dtw"], "lof, knn_dtw", ("lof", "knn_dtw")
     if isinstance(default, tuple):
         return ["a", "b"], "a, b", ("a", "b")
     return "(other)", "(other)", "(other)"
