@@ -1,6 +1,7 @@
 """The benchmark of detection: its arithmetic, a small run of each part, and the committed figures against the targets."""
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -73,6 +74,28 @@ def test_one_tick_in_a_process_of_its_own() -> None:
     assert found["seconds_spread"]["runs"] >= 5
     assert 0 < found["seconds_spread"]["least"] <= found["seconds"] <= found["seconds_spread"]["largest"]
     assert 50 < found["peak_rss_mib"] < 2048
+    # a healthy job keeps to itself what only hangs and lost ranks bring out; everybody else judged every rank
+    assert set(found["abstained"]) <= {"flat_together", "silence"}
+    assert found["faulty_seconds"] > 0
+
+
+def test_a_month_comes_in_pieces_that_follow_one_another(detect: ModuleType) -> None:
+    pieces = [window for window, excluded in detect.month(ranks=8, days=0.25, piece_s=300.0) if excluded is None]
+    assert len(pieces) == 72
+    assert {window.values_RMT.shape for window in pieces} == {(8, 8, 20)}
+    assert all(b.end_s - a.end_s == 300.0 for a, b in itertools.pairwise(pieces))
+    boards_RM = np.stack([window.values_RMT.mean(axis=2) for window in pieces])
+    assert np.corrcoef(boards_RM[0, :, 0], boards_RM[-1, :, 0])[0, 1] > 0.8, "boards differ for ever, not anew in each piece"
+
+
+@pytest.mark.jit
+@pytest.mark.slow
+def test_training_on_a_day() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "detect.py"), "--train", "1"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["ranks"], found["days"], found["windows"], found["hours_held"]) == (64, 1.0, 288, 24.0)
 
 
 @pytest.mark.jit
@@ -118,3 +141,5 @@ def test_the_committed_figures_meet_the_targets() -> None:
     assert found["dtw_top10_identical_512"] is True
     assert found["replay_ticks_per_second"] >= 50
     assert found["profile_speedup"] > 1
+    assert (found["train"]["ranks"], found["train"]["days"]) == (64, 30)
+    assert found["train"]["peak_rss_mib"] < 1.25 * found["train_half"]["peak_rss_mib"]

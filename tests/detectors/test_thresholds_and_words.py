@@ -5,7 +5,7 @@ import pytest
 
 from eagleeye.detectors import diagnosis
 from eagleeye.detectors.base import Score
-from eagleeye.detectors.thresholds import threshold_M
+from eagleeye.detectors.thresholds import LARGEST_SLOPE, LEAST_SLOPE, Tail, fit_tail, threshold_M
 from eagleeye.records import Category
 
 
@@ -46,3 +46,25 @@ def test_words_compare_a_rank_with_its_peers(job, alter):
     words = diagnosis.describe(window, 1, ["gpu_power_watts", "gpu_power_watts", "absent", ""])
     assert words.startswith("gpu_power_watts 100 W (peers ")
     assert words.count("peers") == 1
+
+
+def test_a_tail_says_how_improbable_a_score_is():
+    tail = Tail(share=0.02, slope=0.1)
+    log_p = tail.log_p(np.array([-1.0, 0.0, Tail.START, Tail.START + 0.1, Tail.START + 0.3, np.nan]))
+    np.testing.assert_allclose(log_p, [0.0, 0.0, 0.0, np.log(0.02) - 1.0, np.log(0.02) - 3.0, np.nan])
+
+
+def test_a_tail_is_as_long_as_the_largest_tenth_of_normal_scores():
+    """Quantile 0.9 of 0 to 0.5 is 0.45, and what lies beyond it lies 0.025 beyond on average: less than is believed."""
+    assert fit_tail(np.linspace(0.0, 0.5, 1001), 1).slope == LEAST_SLOPE
+    assert fit_tail(np.linspace(0.0, 1.6, 1001), 1).slope == pytest.approx(0.08, abs=1e-6)
+    assert fit_tail(np.linspace(0.0, 50.0, 1001), 1).slope == LARGEST_SLOPE
+
+
+def test_a_tail_knows_how_little_was_seen():
+    """One more observation than there were might have exceeded all; scores that share instants are one observation."""
+    scores_N = np.linspace(0.0, 0.5, 99)
+    assert fit_tail(scores_N, 1).share == pytest.approx(1 / 100)
+    assert fit_tail(scores_N, 11).share == pytest.approx(1 / 10)
+    assert fit_tail(np.append(scores_N, [np.nan] * 50), 1) == fit_tail(scores_N, 1), "not judged is not seen"
+    assert fit_tail(np.full(5, np.nan), 1) == fit_tail(np.empty(0), 4) == Tail()
