@@ -27,8 +27,9 @@ MEMBERS = (*DETECTORS, *whole_job.MEMBERS)
 SHIPPED_METRICS = ("gpu_utilization_ratio", "gpu_power_watts", "gpu_sm_clock_hertz")
 SHIPPED_SCALE_RATIO = 0.1
 SHIPPED_POINTS = 6
-SHIPPED_FLOOR = 3.0
-"""Shipped defaults for the first minutes of an unknown job: a rank must lie off by 0.3 of what the others show, on average."""
+SHIPPED_FLOOR = 2.5
+"""Shipped defaults for the first minutes of an unknown job: a rank must lie off by half of what the others show, on average
+(scores of the first minutes are halved)."""
 
 PAST_POINTS = 120
 """Instants of a rank's own past that a tick looks at."""

@@ -59,6 +59,9 @@ POWER_RATIO = 0.75
 
 LEAST_FLAT_POINTS = 2
 
+PAUSE_RATIO = 0.3
+"""GPUs used less than this share of the usual do not work at all."""
+
 NOW_POINTS = 3
 HORIZONS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 LEAST_CHANGE, LEAST_CHANGE_POINTS, LEAST_SOON = 0.03, 8, 0.08
@@ -167,7 +170,7 @@ def _flat_together(past: Past, window: Window, series: Mapping[str, Floats], run
     newest = use_T[-max(run, 1) :]
     spins = bool(np.isfinite(newest).any()) and float(np.nanmedian(newest)) >= min(SPINNING_RATIO, past.use)
     power_T = series.get(POWER)
-    if power_T is not None and (POWER, 2) in past.level and spins:
+    if power_T is not None and (POWER, 2) in past.level and spins and np.isfinite(power_T[-max(run, 1) :]).any():
         spins = bool(np.nanmedian(power_T[-max(run, 1) :]) < POWER_RATIO * past.level[POWER, 2])
     if not run:
         return abstain(FLAT_TOGETHER, window, "the job computes or sends")
@@ -182,9 +185,15 @@ def _job_change(past: Past, window: Window, series: Mapping[str, Floats]) -> Sco
     rates = [m for m in past.high if (m, HORIZONS[0]) in past.level and m in series and m != CPU]
     if not rates:
         return abstain(JOB_CHANGE, window, "no rate of work was measured for long enough")
-    best = 0.0
+    # pauses were left out of what was learned, too: how long they last is not the pace of the work
+    working_T = ~(series[USE[0]] <= PAUSE_RATIO * past.use) if USE[0] in series else np.ones(len(series[rates[0]]), dtype=bool)
+    series = {m: np.where(working_T, value_T, np.nan) for m, value_T in series.items()}
+    if not working_T[-NOW_POINTS:].all():
+        return abstain(JOB_CHANGE, window, "the job pauses, or did a moment ago")
+    best, judged = 0.0, False
     for h in HORIZONS:
-        ratios, strengths = [], []
+        ratios: list[float] = []
+        strengths: list[float] = []
         for m in rates:
             if past.level.get((m, h), 0.0) <= 0 or not np.isfinite(series[m][-h:]).mean() > 0.5:
                 continue
@@ -194,8 +203,11 @@ def _job_change(past: Past, window: Window, series: Mapping[str, Floats]) -> Sco
             least = max(LEAST_CHANGE if h >= LEAST_CHANGE_POINTS else LEAST_SOON, past.least_change)
             ratios.append(max(now / level, 1e-3))
             strengths.append((level - now) / max(DEVIATIONS * spread, least * level))
+        judged |= bool(ratios)
         if ratios and _fell_together(ratios) and _still_used(past, series, h, min(ratios)):
             best = max(best, *strengths)
+    if not judged:
+        return abstain(JOB_CHANGE, window, "no rate of work was heard lately")
     return _of_everybody(JOB_CHANGE, window, best, rates[0])
 
 
@@ -304,7 +316,7 @@ def _working_T(series: Mapping[str, Floats]) -> NDArray[np.bool_]:
     use_T = series.get(USE[0])
     if use_T is None:
         return np.ones(len(next(iter(series.values()), np.zeros(1))), dtype=bool)
-    return np.asarray(use_T > 0.3 * np.nanmedian(use_T))
+    return np.asarray(use_T > PAUSE_RATIO * np.nanmedian(use_T))
 
 
 def _weights(h: int) -> Floats:
@@ -326,8 +338,8 @@ def _means_N(value_T: Floats, h: int) -> Floats:
 
 def _newest_mean(value_T: Floats, h: int) -> float:
     newest = value_T[-h:]
-    weights = _weights(h) * np.isfinite(newest)
-    return float(np.nansum(newest * weights) / weights.sum())
+    weights = _weights(h)[-len(newest) :] * np.isfinite(newest)
+    return float(np.nansum(newest * weights) / weights.sum()) if weights.any() else np.nan
 
 
 def _longest_run(flags_T: NDArray[np.bool_]) -> int:

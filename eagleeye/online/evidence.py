@@ -81,8 +81,8 @@ class Evidence:
                 products_RL = np.zeros((R, lanes))
                 self._held[score.detector] = np.zeros(R)
             log_p_R = tails.get(score.detector, Tail()).log_p(score.score_R)
-            gain_R = np.where(log_p_R < 0, np.log(CALIBRATOR) + (CALIBRATOR - 1) * log_p_R, -enough / FORGET_TICKS)
-            gain_R = np.nan_to_num(gain_R)
+            unseen_R = np.where(np.isnan(log_p_R), 0.0, -enough / FORGET_TICKS)
+            gain_R = np.where(log_p_R < 0, np.log(CALIBRATOR) + (CALIBRATOR - 1) * log_p_R, unseen_R)
             # what speaks for a rank is one observation among the lanes; that it looks well again counts at once in all of them
             products_RL += np.minimum(gain_R, 0.0)[:, None]
             products_RL[:, self._ticks % lanes] += np.maximum(gain_R, 0.0)

@@ -198,13 +198,11 @@ class Judge:
             self._idle_since_s = window.end_s
         stood_s = window.end_s - self._idle_since_s
         longest_s = self._past.pause_points * window.step_s if self._past else np.inf
+        limit_s = max(STOPPED_S, 2 * longest_s)
         explained = rules.ended(window) or window.has("train_phase") or window.has("process_up")
-        if (
-            explained
-            or not self.settings.rules
-            or stood_s < max(STOPPED_S, 2 * longest_s)
-            or self._learned_s < self.settings.learn_s
-        ):
+        if explained or not self.settings.rules or self._learned_s < self.settings.learn_s:
+            return None
+        if not limit_s <= stood_s <= limit_s + max(TOLD_S, window.step_s):
             return None
         reason = f"the job stopped working {stood_s:.0f} s ago, longer than it ever paused, and nothing tells why: {idle}"
         return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=Category.UNKNOWN, rule="stopped")

@@ -38,7 +38,8 @@ POLICIES = {
     ),
     "transom": Policy({"knn_dtw": 1.0, "matrix_profile": 1.0, "lof": 1.0}, {}, sequential=False, by_task=True),
 }
-"""`default` is the one that won the ablation (docs/detection.md); `transom` is the majority of three of the paper, section IV."""
+"""`default` is ours (docs/detection.md; its ablation is still to be measured);
+`transom` is the majority of three of the paper, section IV."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -82,7 +82,7 @@ def test_who_takes_power_computes_or_sends_does_not_hang(part: str) -> None:
 def test_a_pause_is_no_hang() -> None:
     window = bent(work(GPU), PAUSE)
     assert said(window)[FLAT_TOGETHER].abstained == "the job does not spin"
-    assert said(window)[JOB_CHANGE].fired is False
+    assert said(window)[JOB_CHANGE].abstained == "the job pauses, or did a moment ago"
     assert str(whole_job.phase(learned(window), window)).startswith("the job pauses: GPUs are used 2% of what is usual")
 
 
@@ -117,7 +117,9 @@ def test_only_what_falls_together_is_a_slower_pace() -> None:
     """A larger batch computes as much as before and sends less."""
     assert said(bent(work(GPU), {"ib_transmit_bytes_per_second": 0.6}))[JOB_CHANGE].fired is False
     apart = {"ib_transmit_bytes_per_second": 0.1, "gpu_tensor_active_ratio": 0.5}
-    assert said(bent(work(GPU), apart))[JOB_CHANGE].fired is False, "both fell, but not by one ratio"
+    job = bent(work(GPU, points=LEARNED + 60), apart, 60)
+    past = whole_job.learn(job.before(job.end_s - 60 * STEP_S))
+    assert said(job, past)[JOB_CHANGE].fired is False, "both fell, but not by one ratio"
 
 
 def test_a_slow_down_that_is_over_is_told_no_more() -> None:
@@ -204,10 +206,9 @@ def test_what_was_not_measured_is_not_guessed() -> None:
     short = work(GPU, points=NOW + 8)
     assert said(short)[JOB_CHANGE].fired is None
     unseen = silenced(work(GPU), R, 60)
-    assert said(unseen, learned(work(GPU)))[JOB_CHANGE].fired is False
+    assert said(unseen, learned(work(GPU)))[JOB_CHANGE].fired is None
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeWarning, reason="_still_used divides by the weight of processors that nobody saw")
 def test_processors_that_nobody_saw_prove_no_waiting() -> None:
     window = bent(work(CPU), {"network_transmit_bytes_per_second": 0.6, "network_receive_bytes_per_second": 0.6})
     values_RMT = window.values_RMT.copy()

@@ -148,11 +148,6 @@ def _ahead(node: int, clock_N: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 LEARNS, UNSURE = {Decision.UNSURE, Decision.NORMAL}, {Decision.UNSURE}
-UNKNOWN_POWER = pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeWarning,
-    reason="whole_job._flat_together: median of a power that nobody sent at the newest instant",
-)
 
 CASES: dict[str, tuple[Bad, set[Decision], set[Decision]]] = {
     "one rank": (_plain(lambda made: None, R=1), UNSURE, UNSURE),
@@ -178,9 +173,7 @@ def judged(window: Callable[[int, float], Window]) -> list[Verdict]:
     return [judge.judge(window(t, judge.length_s(STEP_S))) for t in range(TICKS)]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=UNKNOWN_POWER if n == "40 % of the values missing" else ()) for n in CASES]
-)
+@pytest.mark.parametrize("name", list(CASES))
 def test_bad_input_blames_nobody(name: str, stream: Callable[..., Any], tmp_path: Path) -> None:
     bad, allowed, after = CASES[name]
     verdicts = judged(bad(stream, tmp_path))
@@ -201,7 +194,7 @@ def test_two_rows_for_one_instant_are_refused_in_one_sentence(stream: Callable[.
     [
         "boards that are shared",
         "constant metrics",
-        pytest.param("40 % of the values missing", marks=UNKNOWN_POWER),
+        pytest.param("40 % of the values missing"),
         "40 % of the scrapes missing",
     ],
 )

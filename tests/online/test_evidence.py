@@ -107,7 +107,6 @@ def test_an_alarm_ends_soon_after_its_cause_and_what_was_held_is_let_go() -> Non
     assert after[FORGET_TICKS + 1] == 0.0
 
 
-@pytest.mark.xfail(strict=True, reason="a rank that is not judged loses its evidence as if it looked well: evidence.py, gain_R")
 def test_who_is_not_heard_is_neither_accused_nor_forgotten() -> None:
     evidence = Evidence(1.0, 10.0)
     before = add(evidence, [0.7, 0.7])
