@@ -77,14 +77,13 @@ def ticks_per_second(values_RMT: np.ndarray) -> dict[str, float | int]:
     nodes, metrics = tuple(f"n{r // 8}" for r in ranks), tuple(f"metric_{i}" for i in range(METRICS))
     window = Window("bench", ranks, nodes, ("all",) * RANKS, metrics, COLUMNS * STEP_S, STEP_S, values_RMT)
     judge = Judge(Settings(learn_s=600.0))
-    length_s = judge.length_s(STEP_S)
     for column in range(0, COLUMNS - 100):
-        judge.judge(window.before((column + 1) * STEP_S).last(length_s))
+        judge.judge(window.before((column + 1) * STEP_S).last(judge.length_s(STEP_S)))
     found = []
     for _ in range(PAIRS):
         start_s = monotonic_s()
         for column in range(COLUMNS - 100, COLUMNS):
-            judge.judge(window.before((column + 1) * STEP_S).last(length_s))
+            judge.judge(window.before((column + 1) * STEP_S).last(judge.length_s(STEP_S)))
         found.append(100 / (monotonic_s() - start_s))
     return {"median": round(statistics.median(found)), "least": round(min(found)), "largest": round(max(found)), "runs": PAIRS}
 

@@ -26,6 +26,7 @@ from eagleeye.detectors.thresholds import Tail
 from eagleeye.errors import DataError, NoData, SourceUnavailable, UsageError
 from eagleeye.online import vote
 from eagleeye.online.judge import Judge, Settings
+from eagleeye.online.replay import windows
 from eagleeye.quantities import number, quantity
 from eagleeye.records import Decision, Scope, Verdict, from_json
 from eagleeye.source.trace import TraceSource
@@ -156,9 +157,7 @@ def lost(grounds: Grounds, verdict: Verdict) -> Grounds:
 
 def replayed(source: TraceSource, judge: Judge) -> Iterator[Grounds]:
     """Yield the grounds of each verdict of a replay, the same verdicts as `replay.verdicts`."""
-    length_s = judge.length_s(source.step_s)
-    for stamp_s in source.stamps_s:
-        window = source.window(source.job, float(stamp_s), length_s)
+    for window in windows(source, judge):
         yield keep(judge, window, judge.judge(window))
 
 

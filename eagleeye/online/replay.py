@@ -16,13 +16,19 @@ from eagleeye.files import write_whole
 from eagleeye.online.judge import Judge, Settings
 from eagleeye.records import Verdict
 from eagleeye.source.trace import TraceSource
+from eagleeye.window import Window
 
 
 def verdicts(source: TraceSource, judge: Judge) -> Iterator[Verdict]:
     """Yield a verdict for each instant that the trace has rows of."""
-    length_s = judge.length_s(source.step_s)
+    for window in windows(source, judge):
+        yield judge.judge(window)
+
+
+def windows(source: TraceSource, judge: Judge) -> Iterator[Window]:
+    """Yield the window that the judge needs next, for each instant that the trace has rows of; ask again when it was judged."""
     for stamp_s in source.stamps_s:
-        yield judge.judge(source.window(source.job, float(stamp_s), length_s))
+        yield source.window(source.job, float(stamp_s), judge.length_s(source.step_s))
 
 
 def line(verdict: Verdict) -> dict[str, Any]:

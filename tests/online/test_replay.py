@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from eagleeye.errors import DataError, EnvironmentLacks, NoData, UsageError
-from eagleeye.online.judge import Settings
-from eagleeye.online.replay import line, replay
+from eagleeye.online.judge import Judge, Settings
+from eagleeye.online.replay import line, replay, verdicts
 from eagleeye.records import Category, Decision, Scope, Suspect, Verdict
-from eagleeye.source.trace import write_trace
+from eagleeye.source.trace import TraceSource, write_trace
 
 pytestmark = pytest.mark.jit
 
@@ -47,6 +47,15 @@ def lines(traces: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     assert re.fullmatch(r"1/2 whole: 110 ticks, \d+ anomalous", told[0])
     assert len(told) == 2
     return {path.stem: path.read_text().splitlines() for path in written}
+
+
+def test_a_lesson_longer_than_the_usual_window_is_learned(tmp_path: Path, stream: Callable[..., Any]) -> None:
+    """Lessons need more past than ticks do; a replay that always brings the same would never learn at fine sampling."""
+    write_trace(tmp_path / "fine", [stream(R=4, T=340, step_s=1.0).window(339)])
+    source, judge = TraceSource(tmp_path / "fine"), Judge(Settings(learn_s=150.0))
+    told = list(verdicts(source, judge))
+    assert [v.decision for v in told[-20:]] == [Decision.NORMAL] * 20
+    assert len(told) == 340
 
 
 def test_format_of_a_line() -> None:
