@@ -60,6 +60,11 @@ class Detector(Protocol):
 
     name: str
 
+    @property
+    def memory_points(self) -> int:
+        """How many instants one score depends on: scores closer than that are one observation."""
+        ...
+
     def fit(self, windows: Sequence[Window], normal: Sequence[Window]) -> Model:
         """Learn from `windows`, then set the threshold so that the held-out `normal` windows stay below 1.
 

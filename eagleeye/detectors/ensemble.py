@@ -50,7 +50,7 @@ class Ensemble:
     @property
     def memory(self) -> dict[str, int]:
         """By detector, how many instants one of its scores depends on."""
-        return {name: memory_points(detector) for name, detector in self.detectors.items()}
+        return {name: detector.memory_points for name, detector in self.detectors.items()}
 
     def score(
         self,
@@ -91,10 +91,8 @@ class Ensemble:
             bare = prepare(recent, self.scale, bare_RM, jump_GM).values_RMT
             agreed = np.where(np.abs(bare) < np.abs(prepared.values_RMT), bare, prepared.values_RMT)
             growth_M = np.array([(unfamiliar or {}).get(metric, 1.0) for metric in self.scale.metrics], dtype=np.float32)
-            agreed = (np.where(bare * prepared.values_RMT < 0, np.float32(0), agreed) / growth_M[None, :, None]).astype(
-                np.float32
-            )
-            prepared = replace(prepared, values_RMT=agreed)
+            agreed = np.where(bare * prepared.values_RMT < 0, np.float32(0), agreed) / growth_M[None, :, None]
+            prepared = replace(prepared, values_RMT=agreed.astype(np.float32))
         return [detector.score(self.models[name], prepared) for name, detector in self.detectors.items()]
 
     def job_offsets(self, window: Window) -> NDArray[np.float32]:
@@ -174,13 +172,8 @@ def fit(normal: Sequence[Window], detectors: Sequence[str] = DETECTORS) -> Ensem
     for tick in held_out:
         for name, detector in made.items():
             reached[name].append(detector.score(models[name], tick).score_R)
-    tails = {name: fit_tail(np.concatenate(scores), memory_points(made[name])) for name, scores in reached.items()}
+    tails = {name: fit_tail(np.concatenate(scores), made[name].memory_points) for name, scores in reached.items()}
     return Ensemble(scale, normal[0].step_s, models, made, tails)
-
-
-def memory_points(detector: Detector) -> int:
-    """Return how many instants one score of a detector depends on, as far as it tells."""
-    return int(getattr(detector, "memory_points", getattr(detector, "points", 1)))
 
 
 def shipped(window: Window) -> Ensemble | None:

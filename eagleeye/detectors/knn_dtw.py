@@ -167,6 +167,11 @@ class KnnDtw:
     def __init__(self, points: int = 12, band: int = 2, neighbours: int = 3) -> None:
         self.points, self.band, self.neighbours = points, band, neighbours
 
+    @property
+    def memory_points(self) -> int:
+        """See `Detector`."""
+        return self.points
+
     def fit(self, windows: Sequence[Window], normal: Sequence[Window]) -> Model:
         """Set the (M,) threshold from the distances in held-out `normal` windows; nothing else is learned."""
         return {"threshold_M": threshold_M([self.neighbour_RM(w) for w in normal], floor=5.0)}

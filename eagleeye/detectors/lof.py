@@ -83,6 +83,8 @@ class Lof:
     """
 
     name = "lof"
+    memory_points = 3
+    """The newest instant, which `peers.prepare` makes of three."""
 
     def __init__(self, neighbours: int = 20, vectors: int = 1000) -> None:
         self.neighbours, self.vectors = neighbours, vectors

@@ -69,6 +69,11 @@ class KnnMatrixProfile:
         self.points, self.neighbours = points, neighbours
 
     @property
+    def memory_points(self) -> int:
+        """See `Detector`."""
+        return self.points
+
+    @property
     def min_points(self) -> int:
         """Fewest instants for k neighbours that do not overlap the query."""
         return 2 * self.points + self.neighbours - 1

@@ -88,6 +88,13 @@ def _group_medians(window: Window) -> tuple[NDArray[np.int64], NDArray[np.float3
     return group_R, _medians(plain(window.values_RMT), np.argsort(group_R, kind="stable"), first_G, MIN_PEERS)
 
 
+def job_medians_MT(window: Window) -> NDArray[np.float32]:
+    """Return (M, T) the medians over all ranks that were heard, however few; NaN where none was."""
+    R = len(window.ranks)
+    use_threads(window.values_RMT.size)
+    return np.asarray(_medians(plain(window.values_RMT), np.arange(R), np.array([0, R]), 1)[0])
+
+
 def use_threads(values: int) -> None:
     """Let kernels run on every processor when there is much to do, and else in the calling thread alone.
 

@@ -14,6 +14,7 @@ ATC'25; BOCD). *Differs*: means over several horizons against robust limits of t
 length.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,16 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagleeye.detectors.base import Score, abstain
+from eagleeye.detectors.peers import job_medians_MT
 from eagleeye.window import Window
 
 Floats = NDArray[np.float64]
 
 FLAT_TOGETHER, JOB_CHANGE, SILENCE = MEMBERS = ("flat_together", "job_change", "silence")
 
-MEMORY_POINTS = {FLAT_TOGETHER: 1, JOB_CHANGE: 4, SILENCE: 1}
-"""How many instants a score depends on, at the horizons that matter soon after a change."""
+MEMORY_POINTS = {JOB_CHANGE: 4}
+"""How many instants a score depends on, at the horizons that matter soon after a change; the others look at the newest alone."""
 
-USE = ("gpu_utilization_ratio",)
+USE = "gpu_utilization_ratio"
 RATES = (
     "gpu_tensor_active_ratio",
     "ib_transmit_bytes_per_second",
@@ -111,7 +113,9 @@ def learn(window: Window) -> Past:
     series, rates = _job_series(window), _rates(window)
     high = {m: float(np.nanquantile(v, 0.9)) for m, v in series.items() if m in rates and np.isfinite(v).any()}
     high = {m: v for m, v in high.items() if v > 0}
-    working_T = _working_T(series)
+    use_T = series.get(USE, np.full(1, np.nan))
+    use = float(np.nanmedian(use_T)) if np.isfinite(use_T).any() else np.nan
+    working_T = _working_T(series, use)
     level: dict[tuple[str, int], float] = {}
     spread: dict[tuple[str, int], float] = {}
     for m, value_T in series.items():
@@ -124,8 +128,6 @@ def learn(window: Window) -> Past:
                 seen = max(1.4826 * float(np.median(np.abs(means_N - middle))), float(high_ - low) / 2.56)
                 spread[m, h] = seen * (1 + 2 * h / len(value_T))  # few independent windows of that length were seen
     least = 0.3 * min(1.0, YOUNG_S / (len(working_T) * window.step_s))
-    use_T = series.get(USE[0], np.full(1, np.nan))[-len(working_T) :]
-    use = float(np.nanmedian(use_T)) if np.isfinite(use_T).any() else np.nan
     return Past(high, _longest_run(_flat_T(series, high)), level, spread, use, _ranges(window), _longest_run(~working_T), least)
 
 
@@ -147,12 +149,8 @@ def unfamiliar(past: Past, window: Window) -> dict[str, float]:
 
 
 def _ranges(window: Window) -> dict[str, tuple[float, float]]:
-    out = {}
-    for m in window.metrics:
-        median_T = _median_T(window.column_RT(m))
-        if np.isfinite(median_T).any():
-            out[m] = float(np.nanmin(median_T)), float(np.nanmax(median_T))
-    return out
+    medians = zip(window.metrics, job_medians_MT(window), strict=True)
+    return {m: (float(np.nanmin(v)), float(np.nanmax(v))) for m, v in medians if np.isfinite(v).any()}
 
 
 def scores(past: Past, window: Window) -> list[Score]:
@@ -164,7 +162,7 @@ def scores(past: Past, window: Window) -> list[Score]:
 
 
 def _flat_together(past: Past, window: Window, series: Mapping[str, Floats], run: int) -> Score:
-    use_T = series.get(USE[0])
+    use_T = series.get(USE)
     if not past.high or use_T is None:
         return abstain(FLAT_TOGETHER, window, "needs utilization and a rate of work")
     newest = use_T[-max(run, 1) :]
@@ -185,8 +183,7 @@ def _job_change(past: Past, window: Window, series: Mapping[str, Floats]) -> Sco
     rates = [m for m in past.high if (m, HORIZONS[0]) in past.level and m in series and m != CPU]
     if not rates:
         return abstain(JOB_CHANGE, window, "no rate of work was measured for long enough")
-    # pauses were left out of what was learned, too: how long they last is not the pace of the work
-    working_T = ~(series[USE[0]] <= PAUSE_RATIO * past.use) if USE[0] in series else np.ones(len(series[rates[0]]), dtype=bool)
+    working_T = _working_T(series, past.use)
     series = {m: np.where(working_T, value_T, np.nan) for m, value_T in series.items()}
     if not working_T[-NOW_POINTS:].all():
         return abstain(JOB_CHANGE, window, "the job pauses, or did a moment ago")
@@ -229,7 +226,7 @@ def _still_used(past: Past, series: Mapping[str, Floats], h: int, ratio: float) 
 
     An evaluation uses GPUs less without falling to the pace of its traffic; a pause does not use them at all.
     """
-    use_T = series.get(USE[0])
+    use_T = series.get(USE)
     if use_T is None and CPU in series and past.level.get((CPU, h), 0.0) > 0:
         # a larger batch costs as much of the processors as before, waiting does not
         return bool(_newest_mean(series[CPU], h) / past.level[CPU, h] < 1 - CPU_AGREE_RATIO * (1 - ratio))
@@ -239,15 +236,15 @@ def _still_used(past: Past, series: Mapping[str, Floats], h: int, ratio: float) 
     if np.isfinite(use_T[-NOW_POINTS:]).any():
         # the mean over a phase that just began or ended says nothing of either
         now = float(np.nanmean(use_T[-NOW_POINTS:])) / past.use
-        if abs(now - use) > max(0.1, 3 * past.spread.get((USE[0], NOW_POINTS), 0.0) / past.use):
+        if abs(now - use) > max(0.1, 3 * past.spread.get((USE, NOW_POINTS), 0.0) / past.use):
             return False
-    return use > 0.93 or (use > 0.3 and 0.75 * ratio < use < 1.33 * ratio)
+    return use > 0.93 or (use > PAUSE_RATIO and 0.75 * ratio < use < 1.33 * ratio)
 
 
 def phase(past: Past, window: Window) -> str | None:
     """Return in words what else than usual the job does without being in trouble; None if it does as usual or nobody can tell."""
     series = _job_series(window.last(NOW_POINTS * window.step_s))
-    use_T = series.get(USE[0])
+    use_T = series.get(USE)
     ratios = {
         m: float(np.nanmean(series[m])) / past.level[m, NOW_POINTS]
         for m in past.high
@@ -256,7 +253,7 @@ def phase(past: Past, window: Window) -> str | None:
     if use_T is None or not ratios or not np.isfinite(past.use):
         return None
     use = float(np.nanmean(use_T)) / past.use
-    if use < 0.3:
+    if use < PAUSE_RATIO:
         return f"the job pauses: GPUs are used {use:.0%} of what is usual"
     if use < 0.9 and min(ratios.values()) < 0.5 * use:
         least = min(ratios, key=lambda m: ratios[m])
@@ -283,7 +280,8 @@ def _of_everybody(name: str, window: Window, value: float, evidence: str) -> Sco
 
 def _job_series(window: Window) -> dict[str, Floats]:
     """Median over ranks of each metric that tells of work -> (T,); metrics that nobody sent are left out."""
-    found = {m: _median_T(window.column_RT(m)) for m in (*USE, *_rates(window), POWER) if window.has(m)}
+    metrics = [m for m in (USE, *_rates(window), POWER) if window.has(m)]
+    found = dict(zip(metrics, job_medians_MT(window.select(metrics)).astype(np.float64), strict=True))
     if STEP in found:
         found[STEP] = 1.0 / np.where(found[STEP] > 0, found[STEP], np.nan)
     return {m: median_T for m, median_T in found.items() if np.isfinite(median_T).any()}
@@ -291,17 +289,8 @@ def _job_series(window: Window) -> dict[str, Floats]:
 
 def _rates(window: Window) -> tuple[str, ...]:
     """Rates of the catalogue, and what other exporters tell in bytes per second."""
-    use = () if window.has(USE[0]) else (CPU,)
+    use = () if window.has(USE) else (CPU,)
     return (*RATES, STEP, *use, *(m for m in window.metrics if window.foreign_units.get(m) == "bytes/s"))
-
-
-def _median_T(values_RT: NDArray[np.float32]) -> Floats:
-    """Median over ranks that ignores NaN, without numpy's slow path for it."""
-    ordered = np.sort(values_RT, axis=0)
-    counts_T = np.isfinite(values_RT).sum(axis=0)
-    low = np.take_along_axis(ordered, np.maximum((counts_T - 1) // 2, 0)[None], axis=0)[0]
-    high = np.take_along_axis(ordered, np.minimum(counts_T // 2, len(ordered) - 1)[None], axis=0)[0]
-    return np.where(counts_T > 0, (low.astype(np.float64) + high) / 2, np.nan)
 
 
 def _flat_T(series: Mapping[str, Floats], high: Mapping[str, float]) -> NDArray[np.bool_]:
@@ -311,14 +300,14 @@ def _flat_T(series: Mapping[str, Floats], high: Mapping[str, float]) -> NDArray[
     return np.asarray(np.fmax.reduce(np.stack(rates)) < FLAT_RATIO)
 
 
-def _working_T(series: Mapping[str, Floats]) -> NDArray[np.bool_]:
-    """Instants in which the GPUs were used as usual; pauses in the learned past are no measure of its pace."""
-    use_T = series.get(USE[0])
-    if use_T is None:
+def _working_T(series: Mapping[str, Floats], use: float) -> NDArray[np.bool_]:
+    """Instants in which the GPUs did not plainly pause; how long pauses last is not the pace of the work."""
+    if USE not in series:
         return np.ones(len(next(iter(series.values()), np.zeros(1))), dtype=bool)
-    return np.asarray(use_T > PAUSE_RATIO * np.nanmedian(use_T))
+    return np.asarray(~(series[USE] <= PAUSE_RATIO * use))
 
 
+@functools.lru_cache
 def _weights(h: int) -> Floats:
     """(h,) weights of a mean over `h` instants.
 
