@@ -517,13 +517,18 @@ def make_disk(mount: Path) -> Path:
         file.truncate(DISK_BYTES)
     # Without a journal: what a rank writes is written in its own name, and so can be limited.
     for command in (["mkfs.ext4", "-qF", "-O", "^has_journal", str(image)], ["mount", "-o", "loop", str(image), str(mount)]):
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        except FileNotFoundError:
-            raise EnvironmentLacks(f"the command {command[0]} is missing (e2fsprogs, util-linux)") from None
-        except subprocess.CalledProcessError as error:
-            raise EnvironmentLacks(f"{' '.join(command)}: {error.stderr.strip()}") from None
+        run(*command)
     return mount
+
+
+def run(*command: str) -> None:
+    """Run a tool of the system. Raises EnvironmentLacks with its own words when it fails."""
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise EnvironmentLacks(f"the command {command[0]} is missing") from None
+    except subprocess.CalledProcessError as error:
+        raise EnvironmentLacks(f"{' '.join(command)}: {error.stderr.strip()}") from None
 
 
 def mounts_below(folder: Path) -> list[Path]:

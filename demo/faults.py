@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from cluster import Cluster, Node
+from cluster import Cluster, Node, run
 
 from eagleeye.clock import Clock, SystemClock
 from eagleeye.errors import EnvironmentLacks, UsageError
@@ -312,16 +312,6 @@ def drop_packets(switch: str, port: str, percent: int) -> None:
         f"numgen random mod 100 < {percent} counter drop; }}; }}"
     )
     run("ip", "netns", "exec", switch, "nft", rules)
-
-
-def run(*command: str) -> None:
-    """Run a tool of the system. Raises EnvironmentLacks with its own words when it fails."""
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise EnvironmentLacks(f"the command {command[0]} is missing") from None
-    except subprocess.CalledProcessError as error:
-        raise EnvironmentLacks(f"{' '.join(command)}: {error.stderr.strip()}") from None
 
 
 def _pid(cluster: Cluster, node: Node) -> int:

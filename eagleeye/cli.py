@@ -180,7 +180,7 @@ def _score_live(options: argparse.Namespace, data: dict[str, Any], settings: Any
     clock = SystemClock()
     chosen = config.settings(SourceSettings, "source", data, flags)
     # the memory of a source that scrapes must reach as far back as a judge wants to learn
-    chosen = replace(chosen, ring_s=max(chosen.ring_s, 1.1 * Judge(settings).length_s(chosen.interval_s)))
+    chosen = replace(chosen, ring_s=max(chosen.ring_s, 1.1 * Judge.longest_s(settings, chosen.interval_s)))
     source = open_source(chosen, clock)
     model, name = _model(settings.model, data)
     shadow, shadow_name = (None, "") if options.no_shadow else _candidate(settings.model, data)

@@ -2,8 +2,8 @@
 
 What a detector says at one tick becomes an e-value (expectation at most 1 in normal work), and e-values multiply: a dead GPU
 alarms as soon as the ordinary patience allows, a mild straggler when enough small signs came together. A rank's product starts
-anew whenever it falls below 1 (CUSUM), so the mean time to a false alarm of one detector on one rank is at least 1 / P(alarm
-threshold).
+anew whenever it falls below 1 (CUSUM), so the mean number of ticks to a false alarm of one detector on one rank is at least the
+product that it needs.
 
 Source: e-detectors (Shin, Ramdas and Rinaldo, 10.51387/23-NEJSDS51); p-to-e calibration f(p) = K p^(K - 1) (Vovk and Wang,
 10.1214/20-AOS2020). *Differs*: scores of neighbouring ticks share samples, so each detector keeps as many interleaved products

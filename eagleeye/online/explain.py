@@ -11,14 +11,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eagleeye.detectors import whole_job
+from eagleeye.detectors import diagnosis, whole_job
 from eagleeye.detectors.base import Score
 from eagleeye.detectors.ensemble import Ensemble
 from eagleeye.detectors.peers import MIN_PEERS, compared
@@ -35,8 +35,6 @@ from eagleeye.window import Window
 KEPT_POINTS = 3
 """Newest instants that are kept of a window: whoever is missing in all of them is unknown to the detectors."""
 
-NEWEST_POINTS = 2
-"""Values are compared over so many instants, as in the verdict's reason."""
 
 RUNNERS_UP = 2
 METRICS = 4
@@ -139,20 +137,25 @@ class Grounds:
     own: Ensemble | None = None
     offset_RM: NDArray[np.float32] | None = None
     past: whole_job.Past | None = None
+    held: tuple[int, ...] = ()
+    """Indices of the ranks that were blamed at the tick before."""
+    spared: Mapping[int, str] = field(default_factory=dict)
+    """Index -> why a rank with a majority against it is not named."""
 
 
 def keep(judge: Judge, window: Window, verdict: Verdict) -> Grounds:
     """Return the grounds of the verdict that `judge` gave of `window` just now: copies a few instants, computes nothing."""
     newest = window.last(KEPT_POINTS * window.step_s)
     newest = replace(newest, values_RMT=newest.values_RMT.copy())
-    scores, evidence = tuple(judge.scores), tuple(judge.evidence)
-    return Grounds(verdict, newest, judge.settings, scores, evidence, judge._own, judge._offset_RM, judge._past)
+    scores, evidence, lesson = tuple(judge.scores), tuple(judge.evidence), judge.lesson
+    grounds = Grounds(verdict, newest, judge.settings, scores, evidence, held=judge.held, spared=dict(judge.spared))
+    return replace(grounds, own=lesson.own, offset_RM=lesson.offset_RM, past=lesson.past) if lesson else grounds
 
 
 def lost(grounds: Grounds, verdict: Verdict) -> Grounds:
     """Return the grounds of a verdict given without a look at the job: nothing of the tick before is known to be true now."""
     nothing = replace(grounds.window, values_RMT=np.full_like(grounds.window.values_RMT, np.nan))
-    return replace(grounds, verdict=verdict, window=nothing, scores=(), evidence=())
+    return replace(grounds, verdict=verdict, window=nothing, scores=(), evidence=(), held=(), spared={})
 
 
 def replayed(source: TraceSource, judge: Judge) -> Iterator[Grounds]:
@@ -207,7 +210,7 @@ class _Count:
 
 
 def _count(grounds: Grounds) -> _Count:
-    policy = vote.POLICIES[grounds.settings.policy]
+    policy = grounds.settings.voting
     of_ranks = tuple(s for s in grounds.scores if s.detector in policy.weights)
     held = tuple(s for s in grounds.evidence if s.detector in policy.weights)
     nobody_R = np.full(len(grounds.window.ranks), np.nan)
@@ -218,7 +221,7 @@ def _count(grounds: Grounds) -> _Count:
         ballot = vote.by_task(of_ranks)
         return _Count(of_ranks, (), weights, ballot.strength_R, nobody_R, ballot.suspects)
     least = min(2.0, sum(weights.values()))
-    ballot = vote.tally(of_ranks, weights, held or None, least)
+    ballot = vote.tally(of_ranks, weights, held or None, least, grounds.held)
     decided_R = vote.majority_R(held, weights, least) if held else nobody_R
     return _Count(of_ranks, held, weights, ballot.strength_R, decided_R, ballot.suspects if held else ())
 
@@ -239,7 +242,7 @@ def explain(grounds: Grounds, ranks: Sequence[int] = ()) -> Explanation:
         order = np.argsort(np.where(np.isfinite(count.strength_R), -count.strength_R, np.inf), kind="stable")
         others = [window.ranks[i] for i in order if np.isfinite(count.strength_R[i]) and window.ranks[i] not in suspects]
         ranks = [*suspects, *others[:RUNNERS_UP]]
-    newest_RM = _newest_RM(window)
+    newest_RM = diagnosis.newest_RM(window)
     doubtful = whole_job.unfamiliar(grounds.past, window) if grounds.past else {}
     return Explanation(
         verdict,
@@ -259,7 +262,7 @@ def check_ranks(job: str, known: Sequence[int], asked: Sequence[int]) -> None:
 
 
 def _members(grounds: Grounds) -> tuple[MemberView, ...]:
-    policy = vote.POLICIES[grounds.settings.policy]
+    policy = grounds.settings.voting
     said, held = ({s.detector: s for s in scores} for scores in (grounds.scores, grounds.evidence))
     out = []
     for name, its_vote in grounds.verdict.votes.items():
@@ -278,7 +281,7 @@ def _members(grounds: Grounds) -> tuple[MemberView, ...]:
 
 
 def _rank(grounds: Grounds, count: _Count, newest_RM: Floats, doubtful: Mapping[str, float], i: int) -> RankView:
-    window, peers_R = grounds.window, _peers_R(grounds.window, i)
+    window, peers_R = grounds.window, diagnosis.peers_R(grounds.window, i)
     held = {s.detector: s for s in count.held}
     opinions = [
         Opinion(
@@ -345,21 +348,6 @@ def _apart(fact: Comparison) -> bool:
     return abs(fact.own - fact.peers) > APART_SPREADS * fact.spread
 
 
-def _newest_RM(window: Window) -> Floats:
-    """(R, M) mean of what was observed in the newest instants."""
-    newest_RMT = window.values_RMT[:, :, -NEWEST_POINTS:].astype(np.float64)
-    seen_RMT = np.isfinite(newest_RMT)
-    sums_RM, counts_RM = np.where(seen_RMT, newest_RMT, 0.0).sum(axis=2), seen_RMT.sum(axis=2)
-    return np.where(counts_RM > 0, sums_RM / np.maximum(counts_RM, 1), np.nan)
-
-
-def _peers_R(window: Window, i: int) -> NDArray[np.bool_]:
-    """(R,) who does the same work as the rank at index `i`, without itself."""
-    same_R = np.array([group == window.groups[i] for group in window.groups])
-    same_R[i] = False
-    return same_R
-
-
 def _known(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
 
@@ -369,7 +357,7 @@ def _known(value: Any) -> float | None:
 
 def _why(grounds: Grounds, count: _Count, i: int) -> str:
     """Return one sentence on why the rank at index `i` was blamed or not, the reason that decided first."""
-    window, verdict, policy = grounds.window, grounds.verdict, vote.POLICIES[grounds.settings.policy]
+    window, verdict, policy = grounds.window, grounds.verdict, grounds.settings.voting
     place = {s.rank: k for k, s in enumerate(verdict.suspects)}
     rank, strength, decided = window.ranks[i], count.strength_R[i], count.decided_R[i]
     if verdict.rule:
@@ -386,7 +374,7 @@ def _why(grounds: Grounds, count: _Count, i: int) -> str:
             f"Not blamed: nothing was observed of it in the last {number(KEPT_POINTS * window.step_s)} s, "
             "and what is missing is neither normal nor a fault of its own."
         )
-    peers = int(_peers_R(window, i).sum())
+    peers = int(diagnosis.peers_R(window, i).sum())
     if peers < MIN_PEERS - 1:
         ours = f"of its role ({window.groups[i]})" if window.groups[i] else "that do the same work"
         return f"Not blamed: there {_are(peers + 1, 'rank')} {ours}, and with fewer than {MIN_PEERS} nobody can say who is right."
@@ -408,7 +396,7 @@ def _why(grounds: Grounds, count: _Count, i: int) -> str:
 
 def _why_blamed(grounds: Grounds, count: _Count, i: int, place: int) -> str:
     first = grounds.verdict.suspects[0].rank
-    if vote.POLICIES[grounds.settings.policy].by_task:
+    if grounds.settings.voting.by_task:
         fired = [name for name, its_vote in grounds.verdict.votes.items() if its_vote]
         return f"Blamed: {_do(fired, 'fires', 'fire')}, more than half of the members, and no rank is stranger on average."
     for_it = [s.detector for s in count.held if s.score_R[i] > 1.0]
@@ -422,6 +410,8 @@ def _why_blamed(grounds: Grounds, count: _Count, i: int, place: int) -> str:
 def _next_to_another(grounds: Grounds, count: _Count, i: int) -> str:
     """Say why there is a majority against a rank, and somebody else is blamed or nobody."""
     ranks, strength_R = grounds.window.ranks, count.strength_R
+    if i in grounds.spared:
+        return grounds.spared[i]
     top = max(count.agreed, key=lambda k: strength_R[k], default=i)
     if strength_R[i] < vote.SHADOW_RATIO * strength_R[top]:
         return (
@@ -440,7 +430,7 @@ def _vote_on(grounds: Grounds, count: _Count, i: int) -> str:
     above = [s.detector for s in count.of_ranks if s.score_R[i] > 1.0]
     if not count.held:
         said = f"{_do(above, 'finds', 'find')} it anomalous" if above else "no member finds it anomalous"
-        if vote.POLICIES[grounds.settings.policy].by_task and count.agreed:
+        if grounds.settings.voting.by_task and count.agreed:
             return f"{said}, and this policy names the strangest rank alone, which is {grounds.window.ranks[count.agreed[0]]}"
         return said
     if strength <= Tail.START:

@@ -2,6 +2,8 @@
 
 import contextlib
 import warnings
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -50,7 +52,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.policy not in vote.POLICIES:
             raise ValueError(f"no policy is called {self.policy!r}; there are {', '.join(vote.POLICIES)}")
-        known = (*vote.POLICIES[self.policy].weights, *vote.POLICIES[self.policy].job_weights)
+        known = (*self.voting.weights, *self.voting.job_weights)
         for name in self.members:
             if name not in known:
                 raise ValueError(f"no member of the policy {self.policy} is called {name!r}; there are {', '.join(known)}")
@@ -60,6 +62,11 @@ class Settings:
             raise ValueError(f"log_lines must be at least 1, not {self.log_lines}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port {self.port} does not exist; use 0 to 65535")
+
+    @property
+    def voting(self) -> vote.Policy:
+        """Who votes and how."""
+        return vote.POLICIES[self.policy]
 
     @property
     def limits(self) -> Limits:
@@ -72,9 +79,6 @@ FAR = 6.0
 SOFT_PATIENCE = 3.0
 """See `Judge._patience_R`."""
 
-STOPPED_S = 120.0
-"""A job that worked and then is idle for this long, and twice as long as it paused before, has stopped."""
-
 SHARED = ("gpu_tensor_active", "ib_receive", "ib_transmit_bytes", "network_receive", "network_transmit", "collective_wait")
 CHANGE_POINTS, CHANGE_RATIO = 6, 1.2
 """See `Judge._who_changed`."""
@@ -82,11 +86,14 @@ CHANGE_POINTS, CHANGE_RATIO = 6, 1.2
 SECOND_NODE_S = 30.0
 """A further node is named beside the first only after it was suspected without a break for this long."""
 
+STOPPED_S = 120.0
+"""A job that worked and then is idle for this long, and twice as long as it paused before, has stopped."""
+
+STOPPED_TOLD_S = 60.0
+"""That a job stopped is told for so long; whoever restarts it knows by then."""
+
 LONG_PAUSE_S, WARM_UP_S = 60.0, 180.0
 """After a pause of the first length a job may be slow for the second: caches are cold, and batches compile."""
-
-TOLD_S = 60.0
-"""That is told for so long and at two ticks; whoever restarts the job knows it by then."""
 
 FIRST_S = 60.0
 """After this much work a job is compared with itself for the first time, with double thresholds."""
@@ -104,6 +111,29 @@ MOVED = 1.0
 """A permanent difference that moves by this many robust standard deviations between two lessons is no permanent one."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lesson:
+    """What a stretch of a job's own normal work taught.
+
+    Attributes
+    ----------
+    work_s : length of the stretch
+    roles : (R,) groups of ranks that do the same work
+    own : the detectors, fitted on it or on other jobs
+    offset_RM, jump_GM : permanent differences between ranks, and the largest jumps of their groups, of the metrics of `own`
+    past : the job as a whole
+    level : metric -> (R,) mean of each rank
+    """
+
+    work_s: float
+    roles: tuple[str, ...]
+    own: Ensemble
+    offset_RM: NDArray[np.float32]
+    jump_GM: NDArray[np.float32]
+    past: whole_job.Past
+    level: Mapping[str, NDArray[np.float32]]
+
+
 @dataclass(slots=True)
 class Judge:
     """Remembers of one job what it learned in its first minutes and the evidence so far.
@@ -114,26 +144,26 @@ class Judge:
     settings: Settings
     model: Ensemble | None = None
     model_name: str = "own past"
-    _offset_RM: NDArray[np.float32] | None = None
     _members: tuple[tuple[int, str], ...] = ()
     _busy_s: float = 0.0
-    _learned_s: float = 0.0
     _clean_s: float = 0.0
     _apart: str = ""
     _last_s: float | None = None
-    _own: Ensemble | None = None
-    _past: whole_job.Past | None = None
-    _jump_GM: NDArray[np.float32] | None = None
-    _roles: tuple[str, ...] = ()
-    _level: dict[str, NDArray[np.float32]] | None = None
     _idle_since_s: float | None = None
     _warm_s: float = -np.inf
     _since_s: dict[str, float] = field(default_factory=dict)
     _named: str = ""
-    _blamed: tuple[int, ...] = ()
     _evidence: Evidence = field(init=False)
     _before: list[Score] = field(default_factory=list)
     _cannot: str = ""
+    lesson: Lesson | None = None
+    """The newest lesson, None while nothing was learned."""
+    blamed: tuple[int, ...] = ()
+    """Indices of the ranks with a majority against them at the newest tick."""
+    held: tuple[int, ...] = ()
+    """The same of the tick before: they stay blamed until they look as well as in normal work."""
+    spared: dict[int, str] = field(default_factory=dict)
+    """Index -> why a rank with a majority against it is not named."""
     scores: list[Score] = field(default_factory=list)
     """What each member said at the newest tick."""
     evidence: list[Score] = field(default_factory=list)
@@ -142,24 +172,29 @@ class Judge:
     def __post_init__(self) -> None:
         self._evidence = Evidence(self.settings.false_alarms, self.settings.confirm_s)
 
+    @staticmethod
+    def longest_s(settings: Settings, step_s: float) -> float:
+        """How much past the longest lesson needs."""
+        return max(settings.learn_s, ensemble.least_points() * step_s) * GROWING[-1] + ONSET_S + step_s
+
     def length_s(self, step_s: float) -> float:
         """How much past a window must bring for the next verdict: more when there is something to learn."""
-        coming_s = next((s for s in self._lessons_s(step_s) if s > self._learned_s), 0.0)
+        coming_s = next((s for s in self._lessons_s(step_s) if s > self._work_s), 0.0)
         learning_s = coming_s if self._busy_s + self.settings.tick_s + step_s >= coming_s else 0.0
         return (max(round(learning_s / step_s), ensemble.PAST_POINTS, ensemble.least_points()) + 1) * step_s
 
     def judge(self, window: Window) -> Verdict:
         """Return the verdict for the end of `window`. Nothing later than the window's end is known or used."""
         self.scores, self.evidence, self._before = [], [], self.evidence
+        self.held, self.blamed, self.spared = self.blamed, (), {}
         window = _watched(window)
         members = tuple(zip(window.ranks, window.nodes, strict=True))
         if members != self._members:
             # another set of ranks is another job as far as permanent differences go
-            self._members, self._offset_RM, self._own, self._past, self._roles = members, None, None, None, ()
-            self._busy_s = self._learned_s = self._clean_s = 0.0
+            self._members, self.lesson, self.held = members, None, ()
+            self._busy_s = self._clean_s = 0.0
             self._evidence.forget()
-        if self._roles:
-            window = replace(window, groups=self._roles)
+        window = self._in_roles(window)
         passed_s = window.step_s if self._last_s is None else window.end_s - self._last_s
         self._last_s = window.end_s
         reason = applicability.missing(window)
@@ -179,8 +214,7 @@ class Judge:
             self._warm_s = window.end_s + WARM_UP_S
         self._idle_since_s = None
         waiting = self._learn(window)
-        if self._roles and self._roles != window.groups:
-            window = replace(window, groups=self._roles)
+        window = self._in_roles(window)
         if self._apart:
             return self._say(window, Decision.NOT_APPLICABLE, self._apart)
         verdict = self._by_vote(window, max(passed_s, 1e-3), waiting)
@@ -192,17 +226,25 @@ class Judge:
             return self._say(window, Decision.UNSURE, silent, votes=dict(verdict.votes))
         return verdict
 
+    @property
+    def _work_s(self) -> float:
+        """How much work was learned from."""
+        return self.lesson.work_s if self.lesson else 0.0
+
+    def _in_roles(self, window: Window) -> Window:
+        return replace(window, groups=self.lesson.roles) if self.lesson else window
+
     def _stopped(self, window: Window, idle: str) -> Verdict | None:
         """Say that a job that worked has stopped, with no phase and no end to explain it, for longer than it ever paused."""
         if self._idle_since_s is None:
             self._idle_since_s = window.end_s
         stood_s = window.end_s - self._idle_since_s
-        longest_s = self._past.pause_points * window.step_s if self._past else np.inf
+        longest_s = self.lesson.past.pause_points * window.step_s if self.lesson else np.inf
         limit_s = max(STOPPED_S, 2 * longest_s)
         explained = rules.ended(window) or window.has("train_phase") or window.has("process_up")
-        if explained or not self.settings.rules or self._learned_s < self.settings.learn_s:
+        if explained or not self.settings.rules or self._work_s < self.settings.learn_s:
             return None
-        if not limit_s <= stood_s <= limit_s + max(TOLD_S, window.step_s):
+        if not limit_s <= stood_s <= limit_s + max(STOPPED_TOLD_S, window.step_s):
             return None
         reason = f"the job stopped working {stood_s:.0f} s ago, longer than it ever paused, and nothing tells why: {idle}"
         return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=Category.UNKNOWN, rule="stopped")
@@ -215,33 +257,32 @@ class Judge:
         needed_s = max(self.settings.learn_s, ensemble.least_points() * window.step_s)
         watched_s = min(self._busy_s, window.end_s - window.start_s + window.step_s)
         waiting = f"{self._cannot}learning what is normal for this job: {watched_s:.0f} of {needed_s:.0f} s"
-        due = [s for s in self._lessons_s(window.step_s) if self._learned_s < s <= watched_s + window.step_s / 2]
+        due = [s for s in self._lessons_s(window.step_s) if self._work_s < s <= watched_s + window.step_s / 2]
         suspicious = any(np.nanmax(s.score_R, initial=0.0) > SUSPICIOUS for s in self._before)
-        waited = self._busy_s >= 2 * needed_s and self._learned_s < needed_s
-        if due and (not suspicious or waited) and (self._learned_s < needed_s or self._clean_s >= due[-1]):
+        waited = self._busy_s >= 2 * needed_s and self._work_s < needed_s
+        if due and (not suspicious or waited) and (self._work_s < needed_s or self._clean_s >= due[-1]):
             # what began a moment ago is not yet seen by anybody, and must not be learned
-            before = window.before(window.end_s - ONSET_S) if self._learned_s >= needed_s else window
+            before = window.before(window.end_s - ONSET_S) if self._work_s >= needed_s else window
             past = before.last(due[-1])
+            past = replace(past, groups=peers.roles(past))
+            self._apart = applicability.out_of_step(past) or ""
+            if self._apart:
+                self._busy_s = 0.0
+                return waiting
             try:
-                self._roles = peers.roles(past)
-                window, past = replace(window, groups=self._roles), replace(past, groups=self._roles)
-                self._apart = applicability.out_of_step(past) or ""
-                if self._apart:
-                    self._busy_s = 0.0
-                    return waiting
                 own = self.model or ensemble.fit([past])
-                offset_RM = own.job_offsets(past)
             except NoData as error:
                 self._busy_s, self._cannot = 0.0, f"{error}; "
                 return str(error)
-            if self._own is not None and self._offset_RM is not None and self._learned_s >= needed_s:
-                offset_RM = _kept_where_it_moved(self._own, self._offset_RM, own, offset_RM)
-            self._own, self._offset_RM, self._past, self._cannot = own, offset_RM, whole_job.learn(past), ""
-            self._jump_GM, self._learned_s = own.job_jumps(past), due[-1]
-            with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):  # ranks that were never heard
-                self._level = {m: np.nanmean(past.column_RT(m), axis=1) for m in past.metrics}
+            offset_RM = own.job_offsets(past)
+            if self.lesson and self._work_s >= needed_s:
+                offset_RM = _kept_where_it_moved(self.lesson.own, self.lesson.offset_RM, own, offset_RM)
+            with warnings.catch_warnings(action="ignore"):  # of ranks that were never heard
+                level = {m: np.nanmean(past.column_RT(m), axis=1) for m in past.metrics}
+            self.lesson = Lesson(due[-1], past.groups, own, offset_RM, own.job_jumps(past), whole_job.learn(past), level)
+            self._cannot = ""
             self._evidence.forget()
-        return waiting if self._learned_s < needed_s - window.step_s / 2 else None
+        return waiting if self._work_s < needed_s - window.step_s / 2 else None
 
     def _lessons_s(self, step_s: float) -> list[float]:
         """Return after how much work there is something to learn: the first minutes, `learn_s`, and multiples of it."""
@@ -251,15 +292,15 @@ class Judge:
 
     def _heard(self, window: Window) -> tuple[list[Score], list[Score]]:
         """Return what the members say of ranks, and of the job. Raises ModelMismatch."""
-        policy, chosen = vote.POLICIES[self.settings.policy], self.settings.members
-        if self._own is None or self._offset_RM is None or self._past is None:
+        policy, chosen, lesson = self.settings.voting, self.settings.members, self.lesson
+        if lesson:
+            whole = whole_job.scores(lesson.past, window)
+            each = lesson.own.score(window, lesson.offset_RM, whole_job.unfamiliar(lesson.past, window), lesson.jump_GM)
+        else:
             own = ensemble.shipped(window)
             unknown_RM = np.zeros((len(window.ranks), len(own.scale.metrics) if own else 0), np.float32)
             each, whole = own.score(window, unknown_RM) if own else [], []
-        else:
-            whole = whole_job.scores(self._past, window)
-            each = self._own.score(window, self._offset_RM, whole_job.unfamiliar(self._past, window), self._jump_GM)
-        if self._learned_s < self.settings.learn_s:
+        if self._work_s < self.settings.learn_s:
             # little was seen of this job: whoever is to be blamed must lie out twice as far
             each, whole = ([replace(s, score_R=s.score_R / 2) for s in scores] for scores in (each, whole))
         if window.end_s < self._warm_s:
@@ -274,20 +315,19 @@ class Judge:
             of_ranks, of_job = self._heard(window)
         except ModelMismatch as error:
             return self._say(window, Decision.UNSURE, str(error))
-        except NoData:
-            of_ranks, of_job = [], []
-        policy = vote.POLICIES[self.settings.policy]
+        policy = self.settings.voting
         self.scores = [*of_ranks, *of_job]
         if policy.by_task and not waiting and of_ranks:
             return self._blame(window, vote.by_task(of_ranks), of_ranks)
-        tails, memory = (self._own.tails, self._own.memory | whole_job.MEMORY_POINTS) if self._own else ({}, {})
+        own = self.lesson.own if self.lesson else None
+        tails, memory = (own.tails, own.memory | whole_job.MEMORY_POINTS) if own else ({}, {})
         patience_R = self._patience_R(of_ranks) if of_ranks else 1.0
         self.evidence = evidence = self._evidence.add(self.scores, tails, memory, passed_s, patience_R)
         votes = self._nobody() | {s.detector: s.fired for s in evidence}
         least = min(2.0, sum(policy.weights[s.detector] for s in of_ranks))
-        ballot = vote.tally(of_ranks, policy.weights, evidence[: len(of_ranks)], least, self._blamed) if of_ranks else None
+        ballot = vote.tally(of_ranks, policy.weights, evidence[: len(of_ranks)], least, self.held) if of_ranks else None
         whole = vote.tally(of_job, policy.job_weights, evidence[len(of_ranks) :], 1.0) if of_job else None
-        self._blamed = ballot.suspects if ballot else ()
+        self.blamed = ballot.suspects if ballot else ()
         if ballot and ballot.suspects and not policy.by_task:
             verdict = self._blame(window, replace(ballot, votes=votes), of_ranks)
             if verdict.decision is Decision.ANOMALOUS:
@@ -299,7 +339,7 @@ class Judge:
         if not (ballot and ballot.judged) and not (whole and whole.judged):
             why = "; ".join(f"{s.detector}: {s.abstained}" for s in self.scores if s.abstained)
             return self._say(window, Decision.UNSURE, why or "too few members could judge", votes=votes)
-        doing = whole_job.phase(self._past, window) if self._past else None
+        doing = whole_job.phase(self.lesson.past, window) if self.lesson else None
         if doing:
             return self._say(window, Decision.NOT_APPLICABLE, doing, votes=votes)
         unjudged = int((~np.isfinite(ballot.strength_R)).sum()) if ballot else 0
@@ -312,7 +352,7 @@ class Judge:
         A neighbour on the same machine, or a pause of the program, costs a rank some use, power and time for some seconds; it
         does not lower a clock or fill a port. Whoever lies out very far needs no patience either.
         """
-        strength_R = np.nan_to_num(vote.majority_R(of_ranks, vote.POLICIES[self.settings.policy].weights, 0.0))
+        strength_R = np.nan_to_num(vote.majority_R(of_ranks, self.settings.voting.weights, 0.0))
         worst = next((s for s in of_ranks if s.detector == "peer_deviation"), of_ranks[0])
         hard_R = np.array([name.startswith(HARD) for name in worst.evidence])
         return np.where(hard_R | (strength_R >= FAR), 1.0, SOFT_PATIENCE)
@@ -335,19 +375,20 @@ class Judge:
             if not suspects:
                 reason = "ranks of equal role deviate from each other, and their own past does not tell which of them is well"
             return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=kind, votes=ballot.votes)
+        newest_RM = diagnosis.newest_RM(window)
         named = tuple(
             Suspect(
                 window.ranks[i],
                 window.nodes[i],
                 round(max(float(ballot.strength_R[i]), 1.01), 2),
-                diagnosis.describe(window, i, [s.evidence[i] for s in scores]),
+                diagnosis.describe(window, i, [s.evidence[i] for s in scores], newest_RM),
             )
             for i in suspects
         )
         top = named[0]
         what = f"differs from its peers: {top.evidence}" if top.evidence else "fell silent when the job came to stand still"
         reason = f"rank {top.rank} on {top.node} {what} ({', '.join(agreed)} agree)"
-        whole = all(sum(window.nodes[i] == n for i in suspects) > 1 for n in nodes)
+        whole = min(Counter(window.nodes[i] for i in suspects).values()) > 1
         return self._say(
             window,
             Decision.ANOMALOUS,
@@ -362,24 +403,26 @@ class Judge:
         """Return the suspects that changed against their own past, and not only against peers that did.
 
         Where half of a group is sick, the median lies between the halves and both deviate alike. Metrics that change for
-        everybody who waits (tensor activity, traffic) tell nothing here; of the time spent waiting itself the culprit has the
-        least.
+        everybody who waits (tensor activity, traffic, waiting itself) tell nothing here.
         """
         lying_out = next((s for s in scores if s.detector == "peer_deviation"), None)
-        if lying_out is None or self._level is None:
+        if lying_out is None or self.lesson is None:
             return suspects
+        change: dict[str, NDArray[np.float32]] = {}
         kept = []
         for i in suspects:
             metric = lying_out.evidence[i]
-            others = [r for r, name in enumerate(window.groups) if name == window.groups[i] and r != i]
-            if metric not in self._level or metric.startswith(SHARED) or not others:
+            if metric not in self.lesson.level or metric.startswith(SHARED):
                 kept.append(i)
                 continue
-            newest_R = window.column_RT(metric)[:, -CHANGE_POINTS:]
-            change_R = np.abs(
-                np.where(np.isfinite(newest_R), newest_R, self._level[metric][:, None]).mean(axis=1) - self._level[metric]
-            )
-            if not change_R[i] < CHANGE_RATIO * np.nanmedian(change_R[others]):
+            if metric not in change:
+                usual_R, newest_RT = self.lesson.level[metric], window.column_RT(metric)[:, -CHANGE_POINTS:]
+                change[metric] = np.abs(np.where(np.isfinite(newest_RT), newest_RT, usual_R[:, None]).mean(axis=1) - usual_R)
+            others = change[metric][diagnosis.peers_R(window, i)]
+            others = others[np.isfinite(others)]
+            if len(others) and change[metric][i] < CHANGE_RATIO * np.median(others):
+                self.spared[i] = f"its own {metric} changed no more than that of its peers, so that one of them may be the cause"
+            else:
                 kept.append(i)
         return kept
 
@@ -391,8 +434,10 @@ class Judge:
         if self._since_s[first] > min(self._since_s.values()) and self._named in nodes:
             first = self._named
         self._named = first
-        long_ago_s = window.end_s - SECOND_NODE_S
-        return [i for i in suspects if window.nodes[i] == first or self._since_s[window.nodes[i]] <= long_ago_s]
+        waiting = {n for n in nodes if n != first and self._since_s[n] > window.end_s - SECOND_NODE_S}
+        why = f"{first} is blamed, and a second node must be suspected for {SECOND_NODE_S:g} s on end"
+        self.spared |= {i: why for i in suspects if window.nodes[i] in waiting}
+        return [i for i in suspects if window.nodes[i] not in waiting]
 
     def _whole(self, window: Window, votes: dict[str, bool | None]) -> Verdict:
         """Say that the job as a whole is in trouble: nobody in it is to blame as far as the data tell."""
@@ -409,13 +454,13 @@ class Judge:
         """A rule speaks without a vote; where it knows the node alone, the rank there with the strongest score stands for it."""
         strength_R = np.zeros(len(window.ranks))
         votes: dict[str, bool | None] = self._nobody()
-        if self._own is not None and self._offset_RM is not None:
+        if self.lesson:
             with contextlib.suppress(ModelMismatch):
                 of_ranks, of_job = self._heard(window)
                 self.scores = [*of_ranks, *of_job]
                 votes |= {s.detector: s.fired for s in self.scores}
                 if of_ranks:
-                    strength_R = np.nan_to_num(vote.majority_R(of_ranks, vote.POLICIES[self.settings.policy].weights, 0.0))
+                    strength_R = np.nan_to_num(vote.majority_R(of_ranks, self.settings.voting.weights, 0.0))
         missing_R = ~np.asarray(np.isfinite(window.values_RMT[:, :, -1]).any(axis=1))
         best: dict[str, int] = {}
         for i in sorted(finding.ranks, key=lambda i: (-int(missing_R[i]), -strength_R[i], i)):
@@ -437,7 +482,7 @@ class Judge:
 
     def _nobody(self) -> dict[str, bool | None]:
         """Return the votes of a tick at which nobody was asked."""
-        policy = vote.POLICIES[self.settings.policy]
+        policy = self.settings.voting
         return {
             m: None for m in (*policy.weights, *policy.job_weights) if not self.settings.members or m in self.settings.members
         }
@@ -459,7 +504,7 @@ class Judge:
             suspects=suspects,
             votes=votes or self._nobody(),
             rule=rule,
-            model=self.model_name if self._own else "",
+            model=self.model_name if self.lesson else "",
         )
 
 

@@ -56,7 +56,7 @@ class Drift:
 
     def after(self, judge: Judge, verdict: Verdict, passed_s: float) -> "Drift":
         """Return the drift after one more tick of `passed_s` seconds; a verdict other than normal tells nothing of the model."""
-        weights = vote.POLICIES[judge.settings.policy].weights
+        weights = judge.settings.voting.weights
         of_ranks = [s for s in judge.scores if s.detector in weights]
         if verdict.decision is not Decision.NORMAL or not of_ranks:
             return self

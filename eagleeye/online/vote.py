@@ -15,19 +15,18 @@ SHADOW_RATIO = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who votes, with what weight, and whether evidence accumulates from tick to tick.
+    """Who votes, with what weight, and on what.
 
     Attributes
     ----------
     weights : of the members that speak of single ranks
     job_weights : of those that speak of the job as a whole, and of nobody in it
-    sequential : whether a member votes by its accumulated evidence instead of the score of this tick
-    by_task : whether members vote on the task, after which its strangest rank is named, instead of on each rank
+    by_task : whether members vote on the task by the scores of this tick, after which its strangest rank is named, instead of on
+        each rank by evidence that accumulates from tick to tick
     """
 
     weights: Mapping[str, float]
     job_weights: Mapping[str, float]
-    sequential: bool = True
     by_task: bool = False
 
 
@@ -36,7 +35,7 @@ POLICIES = {
         {"peer_deviation": 3.0, "knn_dtw": 1.0, "matrix_profile": 1.0, "lof": 1.0, "silence": 2.0},
         {"flat_together": 2.0, "job_change": 1.0},
     ),
-    "transom": Policy({"knn_dtw": 1.0, "matrix_profile": 1.0, "lof": 1.0}, {}, sequential=False, by_task=True),
+    "transom": Policy({"knn_dtw": 1.0, "matrix_profile": 1.0, "lof": 1.0}, {}, by_task=True),
 }
 """`default` is ours (docs/detection.md; its ablation is still to be measured);
 `transom` is the majority of three of the paper, section IV."""
@@ -104,7 +103,6 @@ def tally(
     ----------
     scores : what the members say at this tick
     evidence : the same, accumulated over ticks; it decides where it is given, and `scores` only tell who lies out furthest
-
     held : ranks blamed at the last tick; they stay blamed until they look as well as in normal work
 
     Raises

@@ -110,6 +110,19 @@ def test_not_blamed(now: float, so_far: float, why: str) -> None:
     assert view.why.endswith(why)
 
 
+def test_the_judges_own_reason_comes_first() -> None:
+    both = {"now": (0.1, 3.9, 0.1, 0.3, 0.1, 4.0), "so_far": (0, 1.1, 0, 0, 0, 1.1)}
+    why = "its own gpu_power_watts changed no more than that of its peers"
+    assert only(grounds(**both, spared={1: why}), 1).why == f"Not blamed: {why}."
+
+
+def test_who_was_blamed_before_is_counted_as_the_judge_counts() -> None:
+    fading = {"now": (0.1, 0.2, 0.1, 0.3, 0.1, 0.8), "so_far": HELD}
+    assert only(grounds(**fading, held=(5,)), 5).why.endswith("(6 of 6 votes), and no rank lies out further.")
+    assert explaining._count(grounds(**fading)).agreed == ()
+    assert explaining._count(grounds(**fading, held=(5,))).agreed == (5,)
+
+
 def test_no_majority() -> None:
     found = grounds()
     found.scores[3].score_R[1] = 2.0

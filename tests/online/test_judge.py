@@ -170,8 +170,8 @@ def test_ranks_that_nobody_could_judge_are_told(stream: Callable[..., Any]) -> N
 def test_a_model_of_another_pace_leaves_a_job_unsure(stream: Callable[..., Any]) -> None:
     from_5_s = Judge(Settings(learn_s=LEARN_S))
     judged(stream(step_s=5.0), range(45), from_5_s)
-    model = from_5_s._own
-    assert model is not None
+    assert from_5_s.lesson is not None
+    model = from_5_s.lesson.own
     last = judged(stream(), range(0, 120, 5), Judge(Settings(learn_s=LEARN_S), model, "v1"))[-1]
     assert (last.decision, last.reason) == (
         Decision.UNSURE,

@@ -98,5 +98,5 @@ def test_a_lesson_waits_while_evidence_is_held(stream: Callable[..., Any]) -> No
             made.columns[name][5, sick_from:] *= 0.7
         judge = Judge(Settings(learn_s=LEARN_S))
         last = judged(made, 120, judge)[-1]
-        assert judge._learned_s == learned_s
+        assert judge._work_s == learned_s
         assert [s.rank for s in last.suspects] == ([5] if sick_from < 120 else [])
