@@ -7,6 +7,7 @@ ranks scored above 1 in every tick of `LASTING_S`; when more than half of the no
 None knows logs or rules. Thresholds are published ones and named where they stand; what is ours says so.
 """
 
+import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -178,7 +179,7 @@ def _worst(score_RM: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(known.any(axis=1), np.where(known, score_RM, -np.inf).max(axis=1, initial=-np.inf), np.nan)
 
 
-class _OnVectors:
+class _OnVectors(abc.ABC):
     """Base of those that see a rank's newest values as one point, standardised by what was learned; NaN is the median."""
 
     POINTS = 2000
@@ -209,13 +210,13 @@ class _OnVectors:
     def _standard(self, vectors_NM: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.nan_to_num((vectors_NM - self.centre_M) / self.spread_M)
 
+    @abc.abstractmethod
     def fit(self, vectors_NM: NDArray[np.float64]) -> None:
         """Learn from standardised vectors."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def score(self, vectors_NM: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return (N,) scores, above 1 = anomalous."""
-        raise NotImplementedError
 
 
 def _path_length(counts: NDArray[np.int64]) -> NDArray[np.float64]:

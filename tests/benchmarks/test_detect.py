@@ -1,45 +1,30 @@
 """The benchmark of detection: its arithmetic, a small run of each part, and the committed figures against the targets."""
 
-import importlib.util
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import detect
 import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def detect() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("detect", BENCHMARKS / "detect.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
-
-
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_the_growth_exponent_is_the_power(detect: ModuleType, power: float) -> None:
+def test_the_growth_exponent_is_the_power(power: float) -> None:
     sizes = np.array([64, 512, 4096])
     assert detect.growth_exponent(sizes, 3e-4 * sizes**power) == pytest.approx(power)
 
 
-def test_a_spread_shows_the_median_and_both_ends(detect: ModuleType) -> None:
+def test_a_spread_shows_the_median_and_both_ends() -> None:
     found = detect.spread("seconds", [3.0, 1.0, 2.00004])
     assert found == {"seconds": 2.0, "seconds_spread": {"least": 1.0, "largest": 3.0, "runs": 3}}
 
 
-def test_the_job_is_what_the_page_says(detect: ModuleType) -> None:
+def test_the_job_is_what_the_page_says() -> None:
     window = detect.job(16, 180)
     assert window.values_RMT.shape == (16, 8, 180)
     assert np.isnan(window.values_RMT).mean() == pytest.approx(0.01, rel=0.2)
@@ -47,13 +32,13 @@ def test_the_job_is_what_the_page_says(detect: ModuleType) -> None:
     assert dict(zip(window.metrics, levels_M, strict=True))["gpu_power_watts"] == pytest.approx(550, rel=0.05)
 
 
-def test_suspicion_is_the_kth_distance_to_other_nodes(detect: ModuleType) -> None:
+def test_suspicion_is_the_kth_distance_to_other_nodes() -> None:
     distance_RR = np.abs(np.subtract.outer([0.0, 1.0, 2.0, 4.0, 8.0], [0.0, 1.0, 2.0, 4.0, 8.0]))
     found_R = detect.suspicion_R(distance_RR[:, :, None], ("a", "a", "b", "c", "d"), 2)
     np.testing.assert_array_equal(found_R, [4.0, 3.0, 2.0, 3.0, 6.0])
 
 
-def test_agreement_notices_a_swap_among_the_first_ten(detect: ModuleType) -> None:
+def test_agreement_notices_a_swap_among_the_first_ten() -> None:
     ours_R = np.linspace(1.0, 2.0, 100)
     assert detect.agreement(ours_R, ours_R**3) == (pytest.approx(1.0), True)
     swapped_R = ours_R.copy()
@@ -79,7 +64,7 @@ def test_one_tick_in_a_process_of_its_own() -> None:
     assert found["faulty_seconds"] > 0
 
 
-def test_a_month_comes_in_pieces_that_follow_one_another(detect: ModuleType) -> None:
+def test_a_month_comes_in_pieces_that_follow_one_another() -> None:
     pieces = [window for window, excluded in detect.month(ranks=8, days=0.25, piece_s=300.0) if excluded is None]
     assert len(pieces) == 72
     assert {window.values_RMT.shape for window in pieces} == {(8, 8, 20)}
@@ -99,7 +84,7 @@ def test_training_on_a_day() -> None:
 
 
 @pytest.mark.jit
-def test_a_replay_of_some_minutes(detect: ModuleType) -> None:
+def test_a_replay_of_some_minutes() -> None:
     found = detect.replays(ranks=8, points=60, runs=2)
     assert found["replay_ticks_per_second"] > 0
     assert found["replay_ticks_per_second_spread"]["runs"] == 2
@@ -107,7 +92,7 @@ def test_a_replay_of_some_minutes(detect: ModuleType) -> None:
 
 @pytest.mark.jit
 @pytest.mark.slow
-def test_ours_and_all_pairs_name_the_same_ten(detect: ModuleType) -> None:
+def test_ours_and_all_pairs_name_the_same_ten() -> None:
     found = detect.against_tslearn(ranks=320, windows=2)
     assert found["dtw_rank_correlation_320"] == pytest.approx(1.0)
     assert found["dtw_top10_identical_320"] is True
@@ -115,7 +100,7 @@ def test_ours_and_all_pairs_name_the_same_ten(detect: ModuleType) -> None:
 
 
 @pytest.mark.jit
-def test_references_name_whom_all_pairs_name(detect: ModuleType) -> None:
+def test_references_name_whom_all_pairs_name() -> None:
     found = detect.against_ourselves(ranks=600, windows=5)
     assert found["reference_top1_identical_600"] is True
     assert 0.5 < found["reference_rank_correlation_600"] < 1.0
@@ -123,7 +108,7 @@ def test_references_name_whom_all_pairs_name(detect: ModuleType) -> None:
 
 @pytest.mark.jit
 @pytest.mark.slow
-def test_the_newest_column_is_cheaper_than_a_whole_profile(detect: ModuleType) -> None:
+def test_the_newest_column_is_cheaper_than_a_whole_profile() -> None:
     assert detect.against_stumpy(ranks=4, pairs=2)["profile_speedup"] > 10
 
 

@@ -1,33 +1,17 @@
 """The campaign of kills: its oracle on logs that are wrong on purpose, and a short one on real processes."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import kills
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Lines = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def kills() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        spec = importlib.util.spec_from_file_location("kills", BENCHMARKS / "kills.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["kills"] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return module
 
 
 def saved(rank: int, nonce: str, step: int, *levels: str) -> Lines:
@@ -58,20 +42,20 @@ def before(*levels: str) -> tuple[Lines, Lines]:
     return first, second
 
 
-def test_the_oracle_accepts_any_step_that_is_not_older_than_the_newest_safe_one(kills: ModuleType) -> None:
+def test_the_oracle_accepts_any_step_that_is_not_older_than_the_newest_safe_one() -> None:
     for step in (2, 3):
         logs = [log + restored(rank, "b", "a", step) for rank, log in enumerate(before("cached", "replicated"))]
         finding = kills.judge(logs, ["a", "b"], "replicated")
         assert (finding.problems, finding.step, finding.lost) == ([], step, 0)
 
 
-def test_what_one_rank_alone_replicated_may_be_lost(kills: ModuleType) -> None:
+def test_what_one_rank_alone_replicated_may_be_lost() -> None:
     first, second = before("replicated")
     logs = [first + saved(0, "a", 4, "replicated") + restored(0, "b", "a", 2), second + restored(1, "b", "a", 2)]
     assert kills.judge(logs, ["a", "b"], "replicated").problems == []
 
 
-def test_a_lost_step_is_found_also_when_it_was_saved_an_attempt_before(kills: ModuleType) -> None:
+def test_a_lost_step_is_found_also_when_it_was_saved_an_attempt_before() -> None:
     logs = [log + restored(rank, "b", "a", 1) for rank, log in enumerate(before("replicated"))]
     finding = kills.judge(logs, ["a", "b"], "replicated")
     assert finding.lost == 1
@@ -84,7 +68,7 @@ def test_a_lost_step_is_found_also_when_it_was_saved_an_attempt_before(kills: Mo
     assert kills.judge(logs, ["a", "b", "c"], "replicated").lost == 1
 
 
-def test_a_job_that_begins_anew_has_lost_everything(kills: ModuleType) -> None:
+def test_a_job_that_begins_anew_has_lost_everything() -> None:
     logs = [[*log, {"event": "nothing", "nonce": "b"}] for log in before("replicated")]
     finding = kills.judge(logs, ["a", "b"], "replicated")
     assert finding.lost == 2
@@ -100,7 +84,7 @@ def test_a_job_that_begins_anew_has_lost_everything(kills: ModuleType) -> None:
         {"into": "a 1 1"},  # the right bytes were returned, others were put into the state
     ],
 )
-def test_wrong_bytes_are_found(kills: ModuleType, changes: dict[str, str]) -> None:
+def test_wrong_bytes_are_found(changes: dict[str, str]) -> None:
     first, second = before("replicated")
     logs = [first + restored(0, "b", "a", 2), second + restored(1, "b", "a", 2, **changes)]
     finding = kills.judge(logs, ["a", "b"], "replicated")
@@ -108,7 +92,7 @@ def test_wrong_bytes_are_found(kills: ModuleType, changes: dict[str, str]) -> No
     assert "rank 1 restored step 2 with bytes that it never saved as that" in finding.problems
 
 
-def test_ranks_that_go_on_from_different_generations_are_found(kills: ModuleType) -> None:
+def test_ranks_that_go_on_from_different_generations_are_found() -> None:
     first, second = before("replicated")
     logs = [first + restored(0, "b", "a", 2), second + restored(1, "b", "a", 3)]
     assert kills.judge(logs, ["a", "b"], "replicated").mixed == 1
@@ -117,19 +101,19 @@ def test_ranks_that_go_on_from_different_generations_are_found(kills: ModuleType
     assert kills.judge(logs, ["a", "b", "c"], "replicated").mixed == 1
 
 
-def test_a_rank_that_does_not_tell_is_a_problem(kills: ModuleType) -> None:
+def test_a_rank_that_does_not_tell_is_a_problem() -> None:
     first, second = before("replicated")
     assert kills.judge([first + restored(0, "b", "a", 2), second], ["a", "b"], "replicated").problems == [
         "rank 1 restored 0 times"
     ]
 
 
-def test_a_line_that_was_torn_by_a_kill_is_left_out(kills: ModuleType) -> None:
+def test_a_line_that_was_torn_by_a_kill_is_left_out() -> None:
     whole = json.dumps({"event": "save", "nonce": "a", "step": 1})
     assert kills.parse(f"\n{whole}\n{whole[:20]}\n{whole}\n".encode()) == [json.loads(whole)] * 2
 
 
-def test_every_byte_of_a_state_tells_attempt_step_and_rank(kills: ModuleType) -> None:
+def test_every_byte_of_a_state_tells_attempt_step_and_rank() -> None:
     def content(nonce: str, step: int, rank: int) -> tuple[str, bytes]:
         state = kills.empty_state()
         kills.fill(state, nonce, step, rank)

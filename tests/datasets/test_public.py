@@ -1,15 +1,13 @@
 """Loaders of public sets: on small files in the formats of the sources, and on the sets themselves where these are at hand."""
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import public
 import pytest
 
 from eagleeye.errors import DataError, EnvironmentLacks, NoData, UsageError
@@ -19,19 +17,6 @@ from eagleeye.source.trace import TraceSource, labels
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
 needs_sets = pytest.mark.skipif(not SHARED.is_dir(), reason="the public sets are not at ../shared/data")
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("public", ROOT / "datasets" / "public.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["public"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-public = _load()
 
 
 def _csv(path: Path, table: pd.DataFrame) -> Path:

@@ -1,17 +1,16 @@
 """The recorder of labelled runs: what it plans, what it keeps, which runs it refuses, and what it has recorded."""
 
-import importlib.util
 import json
 import random
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import record
 
 from eagleeye.errors import UsageError
 from eagleeye.source.trace import TraceSource, labels, write_trace
@@ -22,16 +21,6 @@ T0 = datetime(2026, 3, 2, 8, tzinfo=UTC).timestamp()
 METRICS = ("train_step_count", "process_up", "process_cpu_ratio", "train_compute_seconds")
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("record", ROOT / "datasets" / "record.py")
-    assert spec
-    assert spec.loader
-    module = sys.modules["record"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-record = load()
 PLAN = record.plan()
 THERE = [run for run in PLAN if record.whole(record.RUNS / run.name)]
 

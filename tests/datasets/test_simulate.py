@@ -1,33 +1,18 @@
 """The simulator of traces: its format, its physics, and that its labels claim no more than its data show."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import simulate
 
 from eagleeye.source.trace import TraceSource
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "traces"
-
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("simulate", ROOT / "datasets" / "simulate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["simulate"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-simulate = _load()
 
 
 def _familiar(kind: str, groups: int, seed: int = 0) -> Any:
