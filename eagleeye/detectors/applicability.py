@@ -3,6 +3,8 @@
 TRANSOM section IV says itself that its detectors only suit busy jobs, and flags a sleeping one; we say "not applicable" instead.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from eagleeye.detectors.peers import MIN_PEERS, compared
@@ -12,9 +14,14 @@ from eagleeye.window import Window
 BUSY_RATIO = 0.05
 """Below this share of use of its GPU (or of a CPU) in the median rank, a job does not work."""
 
-RECENT_POINTS = 6
+RECENT_POINTS, RECENT_S = 6, 60.0
+"""What counts as now: so many instants, and no longer than this where they are rare."""
+
 MEMORY_POINTS = 16
 """No detector's newest stretch reaches further back, the median of five included."""
+
+REPEATS, LIVELY_RATIO = 2, 0.6
+"""See `without_repeats`."""
 
 WORK = ("gpu_tensor_active_ratio", "gpu_power_watts", "ib_transmit_bytes_per_second", "network_transmit_bytes_per_second")
 IN_STEP_RATIO = 0.25
@@ -34,8 +41,9 @@ def not_applicable(window: Window) -> str | None:
             return f"a rank {PHASES.get(int(others[-1]), 'is in a phase of its own')}, or did a moment ago"
     # a job that counts its steps and waits is slow or stands still, which the rules see; it is not idle
     steps = window.has("train_step_age_seconds") and np.isfinite(window.column_RT("train_step_age_seconds")[:, -1]).any()
+    points = max(2, min(RECENT_POINTS, round(RECENT_S / window.step_s)))
     for metric in _use_metrics(window, steps=bool(steps)):
-        recent = window.column_RT(metric)[:, -RECENT_POINTS:]
+        recent = window.column_RT(metric)[:, -points:]
         seen = np.asarray(np.isfinite(recent).any(axis=1))
         if seen.any():
             use = float(np.median(np.nanmean(recent[seen], axis=1)))
@@ -82,6 +90,38 @@ def out_of_step(window: Window) -> str | None:
     metric = min(ratios, key=lambda m: ratios[m])
     apart = f"{metric} spreads by {min(ratios[metric], 9.99):.0%} between them"
     return f"the ranks do not work in step ({apart}), so this is no synchronous training"
+
+
+def without_repeats(window: Window) -> Window:
+    """Return the window without what an exporter told again and again: a rank whose every value stays the same to the last bit
+    while those of nearly all others change was not measured.
+
+    Zero and one are no values of a measurement that hangs, but of a rank that does: they repeat in earnest.
+    """
+    values_RMT = window.values_RMT
+    known_RMT = np.isfinite(values_RMT)
+    before_RMT, now_RMT = values_RMT[:, :, :-1], values_RMT[:, :, 1:]
+    same_RMT = before_RMT == now_RMT
+    both_MT = (known_RMT[:, :, :-1] & known_RMT[:, :, 1:]).sum(axis=0)
+    lively_MT = np.pad(both_MT - same_RMT.sum(axis=0) >= LIVELY_RATIO * np.maximum(both_MT, 1), ((0, 0), (1, 0)))
+    telling_RMT = same_RMT & lively_MT[:, 1:] & (now_RMT != 0) & (now_RMT != 1)
+    again_RT = telling_RMT.any(axis=1) & (same_RMT | ~known_RMT[:, :, 1:] | ~known_RMT[:, :, :-1]).all(axis=1)
+    stale_RT = np.zeros((len(window.ranks), values_RMT.shape[2]), dtype=bool)
+    for r in np.flatnonzero(again_RT.any(axis=1)):
+        run: list[int] = []
+        last_M = np.full(len(window.metrics), np.nan, dtype=np.float32)
+        for t in np.flatnonzero(known_RMT[r].any(axis=0)):
+            value_M, known_M = values_RMT[r, :, t], known_RMT[r, :, t] & np.isfinite(last_M)
+            same_M = value_M == last_M
+            again = bool((same_M | ~known_M).all() and (same_M & lively_MT[:, t] & (value_M != 0) & (value_M != 1)).any())
+            run = [*run, int(t)] if again else []
+            # once may be chance
+            if len(run) >= REPEATS:
+                stale_RT[r, run] = True
+            last_M = np.where(known_RMT[r, :, t], value_M, last_M)
+    if not stale_RT.any():
+        return window
+    return replace(window, values_RMT=np.where(stale_RT[:, None, :], np.float32(np.nan), values_RMT))
 
 
 def missing(window: Window, share: float = 0.5) -> str | None:

@@ -59,10 +59,13 @@ class PeerDeviation:
         for i, horizon in enumerate(self.horizons):
             if horizon <= T:
                 newest_RMT = window.values_RMT[:, :, -horizon:]
-                # a lower temperature than the others' is no sickness
-                newest_RMT = np.where(newest_RMT * worse_M[None, :, None] < 0, np.float32(0), newest_RMT)
                 if horizon > 1:
                     # a burst, however large, is no lasting deviation once it is over
                     newest_RMT = np.clip(newest_RMT, -CLIP, CLIP)
-                out_HRM[i] = np.abs(newest_RMT.mean(axis=2, dtype=np.float64))
+                mean_RM = newest_RMT.mean(axis=2, dtype=np.float64)
+                # what is over must not pass for what lasts
+                half_RM = 2 * newest_RMT[:, :, -max(1, horizon // 2) :].mean(axis=2, dtype=np.float64)
+                mean_RM = np.where(np.abs(half_RM) < np.abs(mean_RM), half_RM, mean_RM)
+                # a lower temperature than the others' is no sickness
+                out_HRM[i] = np.where(mean_RM * worse_M < 0, 0.0, np.abs(mean_RM))
         return out_HRM

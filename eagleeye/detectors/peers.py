@@ -24,7 +24,7 @@ MIN_PEERS = 3
 MAGNITUDE_FLOOR_RATIO = 0.01
 """A difference far below one percent of the metric's usual peak is never a fault, however steady the metric is."""
 
-ABSOLUTE_FLOOR = {"1": 0.005, "1/s": 0.2, "bytes/s": 1000.0, "bytes": 65536.0, "seconds": 0.01, "celsius": 1.0, "watts": 2.0}
+ABSOLUTE_FLOOR = {"1": 0.005, "1/s": 0.2, "bytes/s": 1000.0, "bytes": 65536.0, "seconds": 0.01, "celsius": 3.0, "watts": 2.0}
 """The same for metrics that are usually zero, by base unit."""
 
 SHIFT_RATIO = 0.25

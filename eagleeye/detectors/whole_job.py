@@ -77,6 +77,9 @@ YOUNG_S = 120.0
 """Of a job watched for no longer than this only a loss of 0.3 of its pace tells anything; less with a longer past."""
 
 DEVIATIONS = 6.0
+WORST_RATIO = 1.5
+"""A slow-down must go this much beyond the slowest moments of the past."""
+
 CPU_AGREE_RATIO = 0.7
 AGREE_RATIO = 1.6
 """Rates that fall because the job became slower fall by the same factor, up to this."""
@@ -126,6 +129,8 @@ def learn(window: Window) -> Past:
                 level[m, h] = middle
                 low, high_ = np.quantile(means_N, (0.1, 0.9))
                 seen = max(1.4826 * float(np.median(np.abs(means_N - middle))), float(high_ - low) / 2.56)
+                # a job that stalls for some seconds now and then is slower now and then
+                seen = max(seen, WORST_RATIO * (middle - float(np.quantile(means_N, 0.02))) / DEVIATIONS)
                 spread[m, h] = seen * (1 + 2 * h / len(value_T))  # few independent windows of that length were seen
     least = 0.3 * min(1.0, YOUNG_S / (len(working_T) * window.step_s))
     return Past(high, _longest_run(_flat_T(series, high)), level, spread, use, _ranges(window), _longest_run(~working_T), least)
@@ -195,8 +200,7 @@ def _job_change(past: Past, window: Window, series: Mapping[str, Floats]) -> Sco
             if past.level.get((m, h), 0.0) <= 0 or not np.isfinite(series[m][-h:]).mean() > 0.5:
                 continue
             level, spread = past.level[m, h], past.spread[m, h]
-            # slower still: what is over shows in a long mean for a while, but not in its newest half
-            now = max(_newest_mean(series[m], h), _still_ratio(past, series[m], m, h) * level)
+            now = max(_newest_mean(series[m], h), _lasting_ratio(past, series[m], m, h) * level)
             least = max(LEAST_CHANGE if h >= LEAST_CHANGE_POINTS else LEAST_SOON, past.least_change)
             ratios.append(max(now / level, 1e-3))
             strengths.append((level - now) / max(DEVIATIONS * spread, least * level))
@@ -208,12 +212,13 @@ def _job_change(past: Past, window: Window, series: Mapping[str, Floats]) -> Sco
     return _of_everybody(JOB_CHANGE, window, best, rates[0])
 
 
-def _still_ratio(past: Past, value_T: Floats, m: str, h: int) -> float:
-    """Pace in the newest half of a horizon, moved half way to the usual one: what is over must not pass for what lasts."""
+def _lasting_ratio(past: Past, value_T: Floats, m: str, h: int) -> float:
+    """Pace in the faster half of a horizon, moved half way to the usual one: a burst, or what is over, must not pass for what lasts."""
     half = h // 2
-    if past.level.get((m, half), 0.0) <= 0 or half not in HORIZONS or not np.isfinite(value_T[-half:]).any():
+    halves = value_T[-h:-half], value_T[-half:]
+    if past.level.get((m, half), 0.0) <= 0 or half not in HORIZONS or not all(np.isfinite(v).any() for v in halves):
         return 0.0
-    return 2 * (_newest_mean(value_T, half) / past.level[m, half]) - 1
+    return max(2 * (_newest_mean(v, half) / past.level[m, half]) - 1 for v in halves)
 
 
 def _fell_together(ratios: Sequence[float]) -> bool:

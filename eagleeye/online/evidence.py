@@ -59,6 +59,7 @@ class Evidence:
         memory: Mapping[str, int],
         passed_s: float,
         patience_R: NDArray[np.float64] | float = 1.0,
+        patience: Mapping[str, float] = {},
     ) -> list[Score]:
         """Return the scores as accumulated evidence over what is needed: above 1 = the detector fires; NaN stays NaN.
 
@@ -67,14 +68,15 @@ class Evidence:
         scores : of this tick
         tails, memory : by detector: how improbable its scores are, and how many ticks one of them depends on
         passed_s : since the tick before
-        patience_R : how many times `confirm_s` the evidence against a rank must be there
+        patience_R, patience : how many times `confirm_s` the evidence must be there: against a rank, and of a detector where that
+            is said
         """
         self._ticks += 1
         enough = needed(self.false_alarms, passed_s)
-        confirm_R = self.confirm_s * np.broadcast_to(patience_R, (len(scores[0].score_R) if scores else 0,))
-        most_R = enough * np.minimum(0.5, passed_s / (confirm_R + passed_s)) * (1 + 1e-9)
         out = []
         for score in scores:
+            confirm_R = self.confirm_s * np.broadcast_to(patience.get(score.detector, patience_R), score.score_R.shape)
+            most_R = enough * np.minimum(0.5, passed_s / (confirm_R + passed_s)) * (1 + 1e-9)
             R, lanes = len(score.score_R), max(1, memory.get(score.detector, 1))
             products_RL = self._products.get(score.detector)
             if products_RL is None or products_RL.shape != (R, lanes):

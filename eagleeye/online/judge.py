@@ -89,7 +89,7 @@ SECOND_NODE_S = 30.0
 STOPPED_S = 120.0
 """A job that worked and then is idle for this long, and twice as long as it paused before, has stopped."""
 
-STOPPED_TOLD_S = 60.0
+STOPPED_TOLD_S = 30.0
 """That a job stopped is told for so long; whoever restarts it knows by then."""
 
 LONG_PAUSE_S, WARM_UP_S = 60.0, 180.0
@@ -106,6 +106,9 @@ ONSET_S = 30.0
 
 GROWING = (2.0, 4.0)
 """Learned anew after these multiples of `learn_s`."""
+
+WANDER_RATIO = 0.25
+"""Share of a threshold by which a permanent difference that was learned from `learn_s` may be wrong; less with a longer past."""
 
 MOVED = 1.0
 """A permanent difference that moves by this many robust standard deviations between two lessons is no permanent one."""
@@ -246,6 +249,8 @@ class Judge:
             return None
         if not limit_s <= stood_s <= limit_s + max(STOPPED_TOLD_S, window.step_s):
             return None
+        if applicability.not_applicable(window.last(window.step_s)) is None:
+            return None  # it works again
         reason = f"the job stopped working {stood_s:.0f} s ago, longer than it ever paused, and nothing tells why: {idle}"
         return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=Category.UNKNOWN, rule="stopped")
 
@@ -300,9 +305,13 @@ class Judge:
             own = ensemble.shipped(window)
             unknown_RM = np.zeros((len(window.ranks), len(own.scale.metrics) if own else 0), np.float32)
             each, whole = own.score(window, unknown_RM) if own else [], []
-        if self._work_s < self.settings.learn_s:
+        learned = self._work_s / self.settings.learn_s
+        if learned < 1:
             # little was seen of this job: whoever is to be blamed must lie out twice as far
             each, whole = ([replace(s, score_R=s.score_R / 2) for s in scores] for scores in (each, whole))
+        else:
+            # permanent differences wander, and the shorter the past, the less is known of how much
+            each = [replace(s, score_R=np.maximum(s.score_R - WANDER_RATIO / learned, 0.0)) for s in each]
         if window.end_s < self._warm_s:
             warm = base.abstain(whole_job.JOB_CHANGE, window, "the job warms up after a pause")
             whole = [warm if s.detector == whole_job.JOB_CHANGE else s for s in whole]
@@ -322,18 +331,22 @@ class Judge:
         own = self.lesson.own if self.lesson else None
         tails, memory = (own.tails, own.memory | whole_job.MEMORY_POINTS) if own else ({}, {})
         patience_R = self._patience_R(of_ranks) if of_ranks else 1.0
-        self.evidence = evidence = self._evidence.add(self.scores, tails, memory, passed_s, patience_R)
+        patience = {whole_job.JOB_CHANGE: SOFT_PATIENCE}
+        self.evidence = evidence = self._evidence.add(self.scores, tails, memory, passed_s, patience_R, patience)
         votes = self._nobody() | {s.detector: s.fired for s in evidence}
         least = min(2.0, sum(policy.weights[s.detector] for s in of_ranks))
         ballot = vote.tally(of_ranks, policy.weights, evidence[: len(of_ranks)], least, self.held) if of_ranks else None
         whole = vote.tally(of_job, policy.job_weights, evidence[len(of_ranks) :], 1.0) if of_job else None
         self.blamed = ballot.suspects if ballot else ()
+        blame = None
         if ballot and ballot.suspects and not policy.by_task:
-            verdict = self._blame(window, replace(ballot, votes=votes), of_ranks)
-            if verdict.decision is Decision.ANOMALOUS:
-                return verdict
+            blame = self._blame(window, replace(ballot, votes=votes), of_ranks)
+            if blame.decision is Decision.ANOMALOUS:
+                return blame
         if whole and whole.suspects:
             return self._whole(window, votes)
+        if blame and blame.decision is Decision.UNSURE:
+            return blame
         if waiting:
             return self._say(window, Decision.UNSURE, waiting, votes=votes)
         if not (ballot and ballot.judged) and not (whole and whole.judged):
@@ -370,10 +383,11 @@ class Judge:
         agreed = [s.detector for s in scores if ballot.votes.get(s.detector)]
         evidence = [s.evidence[best] for s in scores if s.score_R[best] > 1.0]
         kind = diagnosis.category(evidence)
-        if not suspects or len(nodes) > max(1, len(set(window.nodes)) / 2):
+        if not suspects:
+            reason = "ranks of equal role deviate from each other, and their own past does not tell which of them is well"
+            return self._say(window, Decision.UNSURE, reason, votes=ballot.votes)
+        if len(nodes) > max(1, len(set(window.nodes)) / 2):
             reason = f"{len(nodes)} of {len(set(window.nodes))} nodes deviate at once, so the cause is not one of them"
-            if not suspects:
-                reason = "ranks of equal role deviate from each other, and their own past does not tell which of them is well"
             return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=kind, votes=ballot.votes)
         newest_RM = diagnosis.newest_RM(window)
         named = tuple(
@@ -531,7 +545,8 @@ def _begun_again(window: Window) -> str | None:
 
 
 def _watched(window: Window) -> Window:
-    """Return the window without the instants before anything of the job was observed."""
+    """Return the window without what was never measured, and without the instants before anything of the job was."""
+    window = applicability.without_repeats(window)
     seen_T = np.isfinite(window.values_RMT).any(axis=(0, 1))
     first = int(np.argmax(seen_T)) if seen_T.any() else 0
     return window.last((window.values_RMT.shape[2] - first) * window.step_s)
