@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 DEMO_ARGS ?=
 
-.PHONY: demo test check test-fast test-jit test-slow test-base bench-replay bench-detect bench-kills bench-stall venv clean
+.PHONY: demo test check test-fast test-jit test-slow test-base bench-replay bench-detect bench-kills bench-checkpoint chaos venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
@@ -57,8 +57,13 @@ bench-detect: $(VENV)/ready
 bench-kills: $(VENV)/ready
 	$(BIN)/python benchmarks/kills.py
 
-bench-stall: $(VENV)/ready
-	$(BIN)/python benchmarks/save_stall.py
+bench-checkpoint: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --group bench
+	$(BIN)/python benchmarks/checkpoint_ratios.py $(BENCH_ARGS)
+
+# ten thousand schedules of faults; CHAOS_SEED, CHAOS_N and CHAOS_ONLY choose others
+chaos: $(VENV)/ready
+	@$(BIN)/python benchmarks/chaos.py
 
 clean:
 	rm -rf $(VENV) demo/run demo/report.html build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,16 +1,19 @@
 """The socket to the cache of this node, a thread that reads it, and the memory that came over it. Free of torch."""
 
+import ctypes
 import mmap
 import os
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from checkpoint import place
 from checkpoint.errors import CacheGone, CannotRun, CheckpointError, PeerError, UsageError
@@ -21,6 +24,15 @@ ANSWER_S = 1800.0
 """A cache that reads a large shard from slow storage may take so long to answer; one that dies is noticed at once."""
 SEND_S = 60.0
 FULL_AGAIN_S = 0.05
+WHEN_FULL = ("wait", "raise", "drop_oldest_unflushed")
+"""What is done when there is no memory for a save: wait for it, tell so at once, or wait and let go of an older generation."""
+LARGE_PAGE = 2 << 20
+_MAP_FIXED = 0x10
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
 
 
 class Connection:
@@ -56,7 +68,7 @@ class Connection:
         self._changed = threading.Condition()
         self._requests: dict[int, Future[tuple[Message, list[int]]]] = {}
         self._asked = 0
-        self._slabs: dict[int, mmap.mmap] = {}
+        self._slabs: dict[int, memoryview] = {}
         self._ready: int | None = None
         self._full = ""
         self._reserved_bytes: int | None = None
@@ -110,34 +122,39 @@ class Connection:
             self.lose(f"the cache in {self.run_dir} went away ({error})")
             raise CacheGone(self.lost) from None
 
-    def reserve(self, nbytes: int) -> None:
-        """Ask for a slab that `room` will give out; whoever saves again and again finds its memory waiting. Raises CacheGone."""
+    def reserve(self, nbytes: int, drop: bool = False) -> None:
+        """Ask for a slab that `room` will give out; whoever saves again and again finds its memory waiting. Raises CacheGone.
+
+        With `drop` the cache may let go of an older generation that storage waits for.
+        """
         with self._changed:
             self._ready, self._full, self._reserved_bytes = None, "", nbytes
-        self.send({"op": "reserve", "nbytes": nbytes})
+        self.send({"op": "reserve", "nbytes": nbytes} | ({"drop": True} if drop else {}))
 
-    def room(self, nbytes: int, timeout_s: float) -> tuple[int, mmap.mmap]:
-        """Return a slab of at least `nbytes` bytes to fill, and its number, waiting for free memory if need be.
+    def room(self, nbytes: int, timeout_s: float, when_full: str = "wait") -> tuple[int, memoryview]:
+        """Return a slab of at least `nbytes` bytes to fill, and its number. `when_full` is one of `WHEN_FULL`.
 
         Raises
         ------
         CacheGone
             The connection is lost.
         CannotRun
-            There was no memory for `timeout_s`.
+            There was no memory for `timeout_s`, or none at once if that is to be told.
         """
         until_s = time.monotonic() + timeout_s
         if self._reserved_bytes is not None:
             self._wait_for_slab(until_s)
-        if self._reserved_bytes is None or self._reserved_bytes < nbytes:
+        # that there was no memory when it was asked for may have been long ago
+        if self._reserved_bytes is None or self._reserved_bytes < nbytes or self._ready is None:
             self.reserve(nbytes)
             self._wait_for_slab(until_s)
         while self._ready is None:
-            if time.monotonic() >= until_s:
+            if when_full == "raise" or time.monotonic() >= until_s:
                 self._reserved_bytes = None  # the next one asks anew
-                raise CannotRun(f"the cache has had no memory for a save of {nbytes} bytes for {timeout_s:g} s: {self._full}")
+                waited = "" if when_full == "raise" else f" for {timeout_s:g} s"
+                raise CannotRun(f"the cache has had no memory for a save of {nbytes} bytes{waited}: {self._full}")
             time.sleep(FULL_AGAIN_S)
-            self.reserve(nbytes)
+            self.reserve(nbytes, drop=when_full == "drop_oldest_unflushed")
             self._wait_for_slab(until_s)
         number, self._ready, self._reserved_bytes = self._ready, None, None
         return number, self._slabs[number]
@@ -213,12 +230,31 @@ class Connection:
             os.close(file)
 
 
-def mapped(file: int, nbytes: int) -> mmap.mmap:
-    """Return the memory of a file that the cache sent, and close the file."""
+def mapped(file: int, nbytes: int) -> memoryview:
+    """Return the memory of a file that the cache sent, and close the file. It is unmapped when nobody views it any more.
+
+    It begins at a multiple of 2 MiB, as the module mmap cannot ask for: only then are pages of 2 MiB mapped as such, and a fresh
+    mapping costs next to nothing.
+    """
+    # memory of the machine's reserve of large pages is mapped in whole ones
+    length = -(-nbytes // LARGE_PAGE) * LARGE_PAGE + LARGE_PAGE
     try:
-        return mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        if os.fstat(file).st_size < nbytes:
+            raise PeerError("the memory that the cache sent is smaller than it says")
+        reserved = _libc.mmap(None, length, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        address = -(-(reserved or 0) // LARGE_PAGE) * LARGE_PAGE
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        if reserved == _FAILED or _libc.mmap(address, nbytes, access, flags, file, 0) != address:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
     finally:
         os.close(file)
+    # a class of its own, as one of the module ctypes takes no weak references
+    kind: Any = type("Mapped", (ctypes.c_char * nbytes,), {})
+    array = kind.from_address(address)
+    weakref.finalize(array, _libc.munmap, reserved, length).atexit = False
+    return memoryview(array).cast("B")
 
 
 def reach(run_dir: Path) -> None:

@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The answer of the cache: a generation or None, the newest start that it knows, and what it knows besides.
+    """The answer of the cache: a generation or None, a number for the start that asks, and what it knows besides.
 
     `existed` is the newest generation, of those not excluded, that is known to have existed, `passed_over` tells why newer ones
     are not chosen, and `unreached` who could not be asked.

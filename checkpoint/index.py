@@ -9,17 +9,19 @@ from pathlib import Path
 
 from checkpoint.manifest import Key
 
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS shards (
     job TEXT NOT NULL, generation TEXT NOT NULL, rank INTEGER NOT NULL,
     step INTEGER NOT NULL, origin TEXT NOT NULL, nbytes INTEGER NOT NULL,
-    in_memory INTEGER NOT NULL, replica TEXT NOT NULL, stored INTEGER NOT NULL, error TEXT NOT NULL,
+    in_memory INTEGER NOT NULL, replica TEXT NOT NULL, stored INTEGER NOT NULL, pending TEXT NOT NULL, error TEXT NOT NULL,
     changed_s INTEGER NOT NULL DEFAULT (unixepoch()),
     PRIMARY KEY (job, generation, rank)
 );
 """
-COLUMNS = ("job", "generation", "rank", "step", "origin", "nbytes", "in_memory", "replica", "stored", "error", "changed_s")
+COLUMNS = (
+    "job", "generation", "rank", "step", "origin", "nbytes", "in_memory", "replica", "stored", "pending", "error", "changed_s",
+)  # fmt: skip
 
 
 class Index:
@@ -52,24 +54,33 @@ class Index:
         try:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=NORMAL")  # what a power cut takes is made again
-            if db.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
-                raise sqlite3.DatabaseError("another version")
-            db.executescript(_SCHEMA)
+            if db.execute("PRAGMA user_version").fetchone()[0] > _VERSION:
+                raise sqlite3.DatabaseError("a newer version")
+            # memory does not outlive the cache that held it, nor do its rows
+            db.executescript("DROP TABLE IF EXISTS shards;" + _SCHEMA)
             db.execute(f"PRAGMA user_version={_VERSION}")
-            # memory does not outlive the cache that held it
-            db.execute("DELETE FROM shards")
         except BaseException:
             db.close()
             raise
         return db
 
     def put(
-        self, key: Key, origin: str, nbytes: int, *, in_memory: bool, replica: str = "", stored: bool = False, error: str = ""
+        self,
+        key: Key,
+        origin: str,
+        nbytes: int,
+        *,
+        in_memory: bool,
+        replica: str = "",
+        stored: bool = False,
+        pending: str = "",
+        error: str = "",
     ) -> None:
-        """Write what is true of one shard now."""
-        row = (key.job, str(key.generation), key.rank, key.generation.step, origin, nbytes, in_memory, replica, stored, error)
+        """Write what is true of one shard now; `pending` names the steps that are still to be done."""
+        names = (key.job, str(key.generation), key.rank, key.generation.step)
+        row = (*names, origin, nbytes, in_memory, replica, stored, pending, error)
         with self._lock:
-            self._db.execute(f"INSERT OR REPLACE INTO shards ({', '.join(COLUMNS[:-1])}) VALUES (?,?,?,?,?,?,?,?,?,?)", row)
+            self._db.execute(f"INSERT OR REPLACE INTO shards ({', '.join(COLUMNS[:-1])}) VALUES (?,?,?,?,?,?,?,?,?,?,?)", row)
 
     def drop(self, key: Key) -> None:
         """Forget a shard."""

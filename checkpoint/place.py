@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,21 +31,51 @@ def socket_address(folder: Path) -> Iterator[str]:
 
 
 def local_cache(configured: str = "") -> str:
-    """Return ``host:port`` at which other nodes reach this node's cache, empty when there is none."""
+    """Return the address at which other nodes reach this node's cache, empty when there is none."""
     try:
         told = json.loads((run_dir(configured) / INFO).read_text(encoding="utf-8"))
-        return f"{told['address']}:{int(told['port'])}"
+        return f"{told['address']}:{int(told['port'])}" + (f"@{told['domain']}" if told.get("domain") else "")
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 
 def peers(text: str) -> dict[str, str]:
-    """Return node -> ``host:port`` of ``node0=10.0.0.1:9480,node1=...``. Raises ValueError when it is malformed."""
+    """Return node -> address of ``node0=10.0.0.1:9480,node1=...``. Raises ValueError when it is malformed."""
     found = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         node, equals, address = part.partition("=")
-        host, colon, port = address.rpartition(":")
-        if not (node and equals and host and colon and port.isdigit()):
-            raise ValueError(f"{part!r} is no peer; write NODE=HOST:PORT,NODE=HOST:PORT")
+        try:
+            split(address)
+        except ValueError:
+            equals = ""
+        if not (node and equals):
+            raise ValueError(
+                f"{part!r} is no peer; write NODE=HOST:PORT,NODE=HOST:PORT, each with @RACK or @RACK/POWER if you like"
+            )
         found[node] = address
     return found
+
+
+def split(address: str) -> tuple[str, int, tuple[str, ...]]:
+    """Return host, port and failure domain, outermost label first, of ``10.0.0.1:9480@rack1/psu2``.
+
+    Raises
+    ------
+    ValueError
+        It is malformed.
+    """
+    reach, at, told = address.partition("@")
+    host, colon, port = reach.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit()):
+        raise ValueError(f"{address!r} is no address; write HOST:PORT or HOST:PORT@RACK")
+    return host, int(port), domain(told) if at else ()
+
+
+def domain(text: str) -> tuple[str, ...]:
+    """Return the labels of ``rack1/psu2``, none for an empty text. Raises ValueError when it is malformed."""
+    labels = tuple(text.split("/")) if text else ()
+    if not all(re.fullmatch(r"[\w.-]+", label, re.ASCII) for label in labels):
+        raise ValueError(
+            f"{text!r} is no failure domain; write RACK or RACK/POWER, outermost first, of letters, digits or any of _ . -"
+        )
+    return labels

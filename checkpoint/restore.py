@@ -86,17 +86,19 @@ def surplus(
     newest_safe: Generation | None,
     asked: Collection[Generation],
     keep: int,
+    replicated: Collection[Generation] = (),
 ) -> set[Generation]:
     """Return which generations a memory that holds `held` may forget.
 
     The `keep` newest that were `complete` when others were asked last stay. So does the newest of which every shard is known to
     lie in two places: it is what is left when a cache dies. Of those that are newer, which other ranks may still be saving, the
-    `keep` newest stay, and all that are not in `asked`: they may be complete, and nobody here has heard of it yet.
+    `keep` newest stay, and all that are not in `asked`: they may be complete, and nobody here has heard of it yet. Those that
+    are `replicated` stay, too: each may be the next of which every shard lies in two places.
     """
     good = sorted(set(held) & set(complete), reverse=True)
     newer = sorted((g for g in set(held) if newest_safe is None or g > newest_safe), reverse=True)
     unheard = {g for g in newer if g not in asked}
-    return set(held) - set(good[:keep]) - set(newer[:keep]) - unheard - {newest_safe}
+    return set(held) - set(good[:keep]) - set(newer[:keep]) - (set(newer) & set(replicated)) - unheard - {newest_safe}
 
 
 def _listed(ranks: list[int]) -> str:

@@ -8,19 +8,35 @@
     FOLDER/JOB/latest                          name of the newest committed generation, moved last
 """
 
+import ctypes
+import errno
+import fcntl
 import os
-import shutil
+import queue
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from checkpoint.errors import CheckpointError, Corrupt
-from checkpoint.manifest import Generation, Key, Manifest, decode, generation
+from checkpoint.landing import Landing
+from checkpoint.manifest import CHUNK_BYTES, Generation, Key, Manifest, decode, generation
 from checkpoint.restore import STORAGE, Copy
 
-_PIECE_BYTES = 16 << 20
-_AWAY = ".removed-"
+PINNED = "pinned"
+"""A generation whose folder has a file of this name stays, whatever else is removed."""
+LOOK_S = 60.0
+"""A file system that does not tell for so long what lies there is passed over."""
+_PIECE_BYTES = 4 * CHUNK_BYTES
+_BLOCK_BYTES = 4096
+_WRITERS = 2
+_READERS = 2
+_OURS = (".writing-*", "rank-*.shard", "rank-*.json", "committed")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 class Folder:
@@ -33,13 +49,26 @@ class Folder:
         self.path = path
 
     def write(self, manifest: Manifest, data: memoryview) -> None:
-        """Write a shard and then its manifest, each to a temporary name, synced, renamed, and the folder synced."""
+        """Write a shard and then its manifest, each to a temporary name, synced, renamed, and the folder synced.
+
+        Each chunk is compared with its digest just before it is written. It is not read back: what a disk made of it is found
+        when it is read, and then another copy is taken.
+
+        Raises
+        ------
+        Corrupt
+            The bytes are not those of the manifest; nothing was published.
+        """
         folder = self._folder(manifest.key)
-        folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
+            sync_folder(self.path)
         stem = _stem(manifest.key.rank)
-        _publish(folder / f"{stem}.shard", data)
-        _publish(folder / f"{stem}.json", memoryview(manifest.encode().encode()))
+        # its name need not last before that of the manifest does: without both it is no copy
+        with _named(folder / f"{stem}.shard") as file:
+            _pour(file, manifest, data)
+        _publish(folder / f"{stem}.json", manifest.encode().encode())
 
     def commit(self, job: str, wanted: Generation, world_size: int) -> bool:
         """Mark a generation as committed and move ``latest`` to it, if every rank's shard is there; return whether it is.
@@ -51,9 +80,11 @@ class Folder:
             return True
         if any(not (folder / f"{_stem(rank)}.json").exists() for rank in range(world_size)):
             return False
-        _publish(folder / "committed", memoryview(b"%d\n" % world_size))
-        newest = max(self.committed(job), default=wanted)
-        _publish(folder.parent / "latest", memoryview(f"{newest}\n".encode()))
+        _publish(folder / "committed", b"%d\n" % world_size)
+        told = None
+        while told != (newest := max(self.committed(job), default=wanted)):  # another node may commit a newer one meanwhile
+            _publish(folder.parent / "latest", f"{newest}\n".encode())
+            told = newest
         return True
 
     def committed(self, job: str) -> list[Generation]:
@@ -64,6 +95,25 @@ class Folder:
         """Return all generations of which anything lies in the folder, oldest first."""
         os.stat(self.path)  # where the folder itself is absent, nothing is known; that is not the same as nothing being there
         return sorted(generation(name) for name in _names(self.path / job) if _is_generation(name))
+
+    def look(self, job: str, patience_s: float = LOOK_S) -> tuple[list[Copy], list[Generation]]:
+        """Return `copies` and `committed`. Raises TimeoutError when the file system takes longer than `patience_s` to tell."""
+        answers: queue.SimpleQueue[tuple[list[Copy], list[Generation]] | OSError] = queue.SimpleQueue()
+
+        def look() -> None:
+            try:
+                answers.put((self.copies(job), self.committed(job)))
+            except OSError as error:
+                answers.put(error)
+
+        threading.Thread(target=look, daemon=True).start()
+        try:
+            told = answers.get(timeout=patience_s)
+        except queue.Empty:
+            raise TimeoutError(errno.ETIMEDOUT, f"it has not answered for {patience_s:g} s") from None
+        if isinstance(told, OSError):
+            raise told
+        return told
 
     def copies(self, job: str) -> list[Copy]:
         """Return every shard of a job whose manifest is intact and whose bytes have the right length."""
@@ -78,6 +128,8 @@ class Folder:
                 if not (name.startswith("rank-") and name.endswith(".json")):
                     continue
                 try:
+                    if not (folder / name).is_file():
+                        continue  # a pipe, say, would be waited for
                     manifest = decode((folder / name).read_bytes())
                     size = (folder / name).with_suffix(".shard").stat().st_size
                 except (OSError, Corrupt):
@@ -87,48 +139,57 @@ class Folder:
                     found.append(Copy(wanted, manifest.key.rank, manifest.world_size, STORAGE, manifest.node))
         return found
 
-    def read(self, key: Key, room: Callable[[Manifest], memoryview]) -> Manifest:
-        """Read one shard into the memory that `room` gives for it; return its manifest. The bytes are not verified yet.
+    def complete(self, key: Key, landing: Landing | None, room: Callable[[Manifest], memoryview]) -> Landing:
+        """Read what is missing of a shard, all of it if nothing landed or something else did; return what became of it.
+
+        Where nothing landed yet, it is read into the memory that `room` gives for it. What was read is checked, chunk by chunk.
 
         Raises
         ------
         CheckpointError
-            It is not there, or its files are shorter than they should be.
+            It is not there, or its manifest is damaged.
         """
         path = self._folder(key) / f"{_stem(key.rank)}.shard"
         try:
             manifest = decode(path.with_suffix(".json").read_bytes())
-            data = room(manifest)
-            with path.open("rb", buffering=0) as file:
-                at = 0
-                while at < len(data):
-                    count = file.readinto(data[at : at + _PIECE_BYTES])
-                    if not count:
-                        raise Corrupt(f"{path} is truncated: {at} of {manifest.nbytes} bytes")
-                    at += count
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
-        return manifest
+            raise CheckpointError(f"{STORAGE}: cannot read {path}: {error.strerror or error}") from None
+        except Corrupt as error:
+            raise Corrupt(f"{STORAGE}: {path.with_suffix('.json')}: {error}") from None
+        if manifest.key != key:
+            raise Corrupt(f"{STORAGE}: another shard lies in {path}")
+        if landing is None or landing.manifest != manifest:
+            landing = Landing(manifest, room(manifest))
+        landing.draw(STORAGE, lambda: _opened(path, manifest), _READERS, lambda: None)
+        return landing
+
+    def is_pinned(self, job: str, wanted: Generation) -> bool:
+        """Whether a generation stays, whatever else is removed."""
+        return (self.path / job / str(wanted) / PINNED).exists()
 
     def retain(self, job: str, keep: int) -> list[Generation]:
         """Remove what is older than the `keep` newest committed generations; return what was removed.
 
-        Only committed generations are counted, so the last good one is never removed.
+        Only committed generations are counted, so the last good one is never removed. What is pinned is neither removed nor
+        counted. Files that are not ours stay, and the folder with them.
         """
-        good = self.committed(job)
+        good = [g for g in self.committed(job) if not self.is_pinned(job, g)]
         if len(good) < keep:
             return []
-        for name in _names(self.path / job):
-            if name.startswith(_AWAY):  # whoever removed it was interrupted
-                shutil.rmtree(self.path / job / name, ignore_errors=True)
-        removed = [g for g in self.begun(job) if g < good[-keep]]
+        removed = [g for g in self.begun(job) if g < good[-keep] and not self.is_pinned(job, g)]
         for old in removed:
-            # out of sight first: a removal that is interrupted must not leave half a generation in place
-            away = Path(tempfile.mkdtemp(dir=self.path / job, prefix=_AWAY))
-            with suppress(FileNotFoundError):  # another node removes the same
-                os.rename(self.path / job / str(old), away / str(old))
-            shutil.rmtree(away, ignore_errors=True)
+            folder = self.path / job / str(old)
+            if not folder.is_symlink():  # what it points to is somebody else's
+                self._remove(folder)
         return removed
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a generation: first what says that it is one, last the bytes, so that no part of it looks whole on the way."""
+        for pattern in reversed(_OURS):
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)  # another node removes the same
+        with suppress(OSError):  # something else lies there, too
+            folder.rmdir()
 
     def _folder(self, key: Key) -> Path:
         return self.path / key.job / str(key.generation)
@@ -153,22 +214,103 @@ def _is_generation(name: str) -> bool:
     return True
 
 
-def _publish(path: Path, data: memoryview) -> None:
+@contextmanager
+def _named(path: Path) -> Iterator[int]:
+    """Yield a file to be filled, which gets its name, synced, when nothing went wrong, and goes when something did."""
     file, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
         try:
             os.fchmod(file, 0o644)
-            at = 0
-            while at < len(data):
-                at += os.write(file, data[at : at + _PIECE_BYTES])
+            yield file
             os.fsync(file)
         finally:
             os.close(file)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with suppress(OSError):  # what went wrong before is what is told
+            os.unlink(temporary)
         raise
+
+
+def _publish(path: Path, data: bytes) -> None:
+    with _named(path) as file:
+        _write(file, memoryview(data), 0)
     sync_folder(path.parent)
+
+
+def _pour(file: int, manifest: Manifest, data: memoryview) -> None:
+    """Fill a file past the page cache, where the file system can, from several threads."""
+    if len(data) != manifest.nbytes:
+        raise Corrupt(f"{len(data)} bytes instead of {manifest.nbytes}")
+    _reserve(file, len(data))
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    with suppress(OSError):  # this file system cannot
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+    whole = len(data) // _BLOCK_BYTES * _BLOCK_BYTES
+
+    def pour(start: int) -> None:
+        stop = min(start + _PIECE_BYTES, len(data))
+        for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
+            first, last = manifest.bounds(number)
+            if not manifest.fits(number, data[first:last]):
+                raise Corrupt(f"the bytes from {first} to {last} are not those that were saved")
+        try:
+            _write(file, data[start : min(stop, whole)], start)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(file, fcntl.F_SETFL, flags)  # it, or this memory, cannot after all
+            _write(file, data[start : min(stop, whole)], start)
+
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        pieces = [pool.submit(pour, start) for start in range(0, len(data), _PIECE_BYTES)]
+        try:
+            for piece in pieces:
+                piece.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags)
+    _write(file, data[whole:], whole)
+
+
+def _reserve(file: int, nbytes: int) -> None:
+    """Take the room on the disk now, so that its lack shows before anything is written."""
+    if nbytes and _libc.fallocate(file, 0, 0, nbytes) != 0:
+        error = ctypes.get_errno()
+        if error not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(error, os.strerror(error))
+
+
+def _write(file: int, data: memoryview, at: int) -> None:
+    while data:
+        count = os.pwrite(file, data, at)
+        data, at = data[count:], at + count
+
+
+@contextmanager
+def _opened(path: Path, manifest: Manifest) -> Iterator["_FileReader"]:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        yield _FileReader(file, path, manifest)
+    finally:
+        os.close(file)
+
+
+class _FileReader:
+    """Fills `transport.Reader` from a file."""
+
+    def __init__(self, file: int, path: Path, manifest: Manifest) -> None:
+        self._file, self._path, self._manifest = file, path, manifest
+
+    def read(self, numbers: Iterator[int], data: memoryview) -> Iterator[int]:
+        for number in numbers:
+            at, stop = self._manifest.bounds(number)
+            while at < stop:
+                count = os.preadv(self._file, [data[at:stop]], at)
+                if not count:
+                    raise Corrupt(f"{self._path} is truncated: {at} of {self._manifest.nbytes} bytes")
+                at += count
+            yield number
 
 
 def sync_folder(folder: Path) -> None:

@@ -402,23 +402,63 @@ def _cache_options(parser: argparse.ArgumentParser) -> None:
         "--memory-bytes", metavar="SIZE", help="most memory to take, for example 64GiB; default half of the machine's"
     )
     parser.add_argument("--peers", metavar="NODE=HOST:PORT,...", help="the other nodes' caches, where no launcher tells them")
-    parser.add_argument("--list", action="store_true", help="print what the cache of this node holds, and exit")
+    parser.add_argument("--replicas", type=int, metavar="N", help="other nodes that hold a copy of each shard; default 1")
+    parser.add_argument("--domain", metavar="RACK[/POWER]", help="what this node fails together with; copies go elsewhere")
+    parser.add_argument("--key-file", metavar="FILE", help="secret that all caches of the cluster share")
+    parser.add_argument("--take-over", action="store_true", help="go on with the memory of the cache that runs here, and end it")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="instead of serving")
+    for name, summary in (
+        ("list", "print what memory and storage hold"),
+        ("verify", "read every byte that is held; exit code 1 when some are not those that were saved"),
+        ("pin", "keep the newest committed generation of a step in storage for good"),
+        ("unpin", "let it go when newer ones are there"),
+        ("odds", "print who holds the copies of whom among the --peers, and what losses all shards survive"),
+    ):
+        action = actions.add_parser(name, help=summary, description=summary)
+        # what stands before the action counts, too
+        action.add_argument("--storage", metavar="DIR", default=argparse.SUPPRESS, help="storage folder")
+        if name in ("list", "verify"):
+            action.add_argument("--run-dir", metavar="DIR", default=argparse.SUPPRESS, help="run folder of the cache")
+        if name == "verify":
+            action.add_argument("--job", default="", help="verify this job alone")
+        if name in ("pin", "unpin"):
+            action.add_argument("job", metavar="JOB")
+            action.add_argument("step", metavar="STEP", type=int)
 
 
 def _cache(options: argparse.Namespace) -> int:
-    from checkpoint import listing, place, server
-    from checkpoint.errors import CheckpointError
+    from pathlib import Path
+
+    from checkpoint import audit, catalogue, errors, listing, place, placement, server
     from eagleeye import config
 
-    names = ("node", "address", "port", "run_dir", "storage", "memory_bytes", "peers")
+    names = (
+        "node", "address", "port", "run_dir", "storage", "memory_bytes", "peers", "replicas", "domain", "key_file",
+    )  # fmt: skip
     flags = {name: getattr(options, name) for name in names}
     settings = config.settings(server.Settings, "checkpoint", _file(options), flags)
     try:
-        if options.list:
-            print(listing.table(place.run_dir(settings.run_dir)))
+        run_dir, storage = place.run_dir(settings.run_dir), Path(settings.storage) if settings.storage else None
+        if options.action == "list":
+            print(listing.held(run_dir, storage))
             return 0
-        return server.serve(settings)
-    except CheckpointError as error:
+        if options.action == "odds":
+            domains = {node: place.split(address)[2] for node, address in place.peers(settings.peers).items()}
+            print(placement.odds_table(domains, settings.replicas))
+            return 0
+        if options.action == "verify":
+            return int(audit.report(run_dir, storage, options.job) > 0)
+        if options.action in ("pin", "unpin"):
+            if storage is None:
+                raise UsageError("where does the generation lie? name the storage folder by --storage")
+            pinned = options.action == "pin"
+            for stored in (catalogue.pin if pinned else catalogue.unpin)(storage, options.job, options.step):
+                print(f"{stored.folder} stays {'for good' if pinned else 'as long as it is one of the newest'}")
+            return 0
+        return server.serve(settings, take_over=options.take_over)
+    except errors.UsageError as error:
+        raise UsageError(str(error)) from None
+    except errors.CheckpointError as error:
         raise EnvironmentLacks(str(error)) from None
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.ring import natural
+from checkpoint.placement import natural
 from eagleeye.clock import SystemClock, monotonic_s
 from eagleeye.errors import AmbiguousError, ConfigError, DataError, EnvironmentLacks, PermanentError, TransientError
 from eagleeye.records import Action, ActionKind, JobView, Result, from_json, operation_of, to_json

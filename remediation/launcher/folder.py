@@ -193,7 +193,7 @@ class FolderWatch:
         until_s = monotonic_s() + connection.CONNECT_S
         while not plan.final:
             chosen = self._client.choose(spoiled | failed.keys())
-            plan = replace(plan, attempt=max(chosen.attempt + 1, int(SystemClock().now_s())), generation=chosen.generation)
+            plan = replace(plan, attempt=chosen.attempt, generation=chosen.generation)
             is_newest = chosen.generation is not None and chosen.generation >= (chosen.existed or "")
             if chosen.unreached and not is_newest and monotonic_s() < until_s:
                 SystemClock().sleep_s(LOOK_S)  # a cache that is just starting

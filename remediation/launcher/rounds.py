@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from checkpoint.ring import natural
+from checkpoint.placement import natural
 
 NO_RESTART = 93
 """Exit code of a launcher whose job must not be started again: it would fail at the same step."""

@@ -76,9 +76,10 @@ class Node:
         """All that the caches of this node ever wrote to standard error."""
         return (self.folder / "stderr").read_text()
 
-    def start(self) -> "Node":
+    def start(self, before: str = "") -> "Node":
+        """Start the process; `before` is code that it runs first."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        code = (SLOW_STORAGE.format(write_s=self.write_s) if self.write_s else "") + EAGLEEYE
+        code = (SLOW_STORAGE.format(write_s=self.write_s) if self.write_s else before) + EAGLEEYE
         with (self.folder / "stderr").open("ab") as errors, (self.folder / "stdout").open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, "cache", "--node", self.name, "--address", "127.0.0.1", "--port", str(self.port),
@@ -90,7 +91,7 @@ class Node:
     def ready(self) -> "Node":
         assert self.process is not None
         process = self.process
-        poll(lambda: (self.folder / "stdout").read_text() or process.poll() is not None)
+        poll(lambda: "cache of " in (self.folder / "stdout").read_text() or process.poll() is not None)
         assert process.poll() is None, self.said
         return self
 

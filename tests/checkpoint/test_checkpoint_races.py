@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import transport
+from checkpoint import questions
 from checkpoint.client import LEVELS, Client
 from checkpoint.errors import CacheGone, CannotRun, CheckpointError, Superseded, UsageError
 from checkpoint.manifest import Generation, Key, made_of
 from checkpoint.server import Cache, Settings
+from checkpoint.tcp import Tcp
 
 NEW = (4_000_000_000, "abcdef00")
 """A start that was numbered by a clock that went far ahead."""
@@ -45,7 +46,7 @@ def saved(client: Client, step: int, *levels: str, **more: Any) -> str:
 
 def copies(port: int, job: str) -> list[int]:
     """Return the steps of a job that a cache holds in memory."""
-    return sorted(copy.generation.step for copy in transport.inventory(f"127.0.0.1:{port}", job).copies)
+    return sorted(copy.generation.step for copy in questions.inventory(Tcp(), f"127.0.0.1:{port}", job).copies)
 
 
 def test_what_a_rank_falls_back_to_stays_while_it_is_read_and_is_let_go_once(tmp_path: Path) -> None:
@@ -66,8 +67,7 @@ def test_what_a_rank_falls_back_to_stays_while_it_is_read_and_is_let_go_once(tmp
         assert cache.take("copies", 5000, "other") is not shard.slab
     finally:
         cache.index.close()
-        cache._unix.close()
-        cache._tcp.close()
+        cache.doors.close()
 
 
 @contextlib.contextmanager

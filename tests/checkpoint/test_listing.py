@@ -1,8 +1,9 @@
-"""What `eagleeye cache --list` prints, with and without a cache that runs."""
+"""What `eagleeye cache list` prints of memory, with and without a cache that runs."""
 
 import fcntl
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,14 @@ from checkpoint.manifest import Generation, Key
 def run_dir(tmp_path: Path) -> Path:
     index = Index(tmp_path / place.INDEX)
     index.put(Key("llm", Generation(7, 100, "aaaaaaaa"), 0), "node0", 4096, in_memory=True, replica="node1", stored=True)
-    index.put(Key("llm", Generation(7, 150, "aaaaaaaa"), 3), "node3", 4096, in_memory=True, error="store: no space")
+    index.put(
+        Key("llm", Generation(7, 150, "aaaaaaaa"), 3),
+        "node3",
+        4096,
+        in_memory=True,
+        pending="replicate, store",
+        error="store: no space",
+    )
     index.close()
     (tmp_path / place.INFO).write_text(json.dumps({"node": "node0", "address": "a", "port": 1}))
     return tmp_path
@@ -28,9 +36,9 @@ def test_while_the_cache_runs(run_dir: Path) -> None:
     lock = os.open(run_dir / place.LOCK, os.O_CREAT | os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        assert [line.split(maxsplit=8) for line in table(run_dir).splitlines()[1:]] == [
-            ["llm", "150", "3", "node3", "4096", "yes", "-", "-", "store: no space"],
-            ["llm", "100", "0", "node0", "4096", "yes", "node1", "yes", "-"],
+        assert [re.split("  +", line) for line in table(run_dir).splitlines()[1:]] == [
+            ["llm", "150", "3", "node3", "4096", "yes", "-", "-", "replicate, store", "store: no space"],
+            ["llm", "100", "0", "node0", "4096", "yes", "node1", "yes", "-", "-"],
         ]
     finally:
         os.close(lock)
@@ -38,7 +46,8 @@ def test_while_the_cache_runs(run_dir: Path) -> None:
 
 def test_a_dead_cache_holds_nothing_in_memory(run_dir: Path) -> None:
     lines = table(run_dir).splitlines()
-    assert [line.split()[5] for line in lines[1:3]] == ["no", "no"]
+    assert [re.split("  +", line)[5] for line in lines[1:3]] == ["no", "no"]
+    assert [re.split("  +", line)[8] for line in lines[1:3]] == ["-", "-"]  # nobody is left to do it
     assert lines[3] == "no cache runs here now: what its memory held is gone"
 
 

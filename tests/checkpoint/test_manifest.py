@@ -1,5 +1,5 @@
 import json
-import string
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from checkpoint import manifest
 from checkpoint.errors import Corrupt, UsageError
-from checkpoint.manifest import CHUNK_BYTES, Generation, Key, Manifest, decode, generation
+from checkpoint.manifest import CHUNK_BYTES, Generation, Key, Manifest, decode, generation, made_of
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -23,7 +23,7 @@ generations = st.builds(
 def manifests(draw: st.DrawFn) -> Manifest:
     nbytes = draw(st.integers(0, 3 * CHUNK_BYTES))
     chunks = -(-nbytes // CHUNK_BYTES)
-    digests = draw(st.lists(st.text(string.hexdigits, min_size=32, max_size=32), min_size=chunks, max_size=chunks))
+    digests = draw(st.lists(st.text("0123456789abcdef", min_size=32, max_size=32), min_size=chunks, max_size=chunks))
     world_size = draw(st.integers(1, 9))
     key = Key(draw(st.text(max_size=9)), draw(generations), draw(st.integers(0, world_size - 1)))
     content = draw(st.dictionaries(st.text(max_size=9), values, max_size=3))
@@ -113,3 +113,23 @@ def test_names_of_jobs(name: str) -> None:
 def test_what_is_no_name_of_a_job(name: str) -> None:
     with pytest.raises(UsageError, match="is no name for a job"):
         manifest.check_job(name)
+
+
+def test_a_digest_that_is_none_is_noticed_before_anything_is_compared_with_it() -> None:
+    made = made_of(Key("job", Generation(1, 1, "abcdef00"), 0), 1, "n", {}, memoryview(b"x"))
+    for digest in ("", "0" * 31, "g" * 32, made.digests[0].upper() + "A", "0" * 33):
+        with pytest.raises(Corrupt, match="contradicts itself"):
+            decode(replace(made, digests=(digest,)).encode())
+
+
+def test_chunks_have_bounds_and_digests_of_their_own() -> None:
+    data = memoryview(bytearray(2 * CHUNK_BYTES + 5))
+    made = made_of(Key("job", Generation(1, 1, "abcdef00"), 0), 1, "n", {}, data)
+    assert [made.bounds(number) for number in range(3)] == [
+        (0, CHUNK_BYTES), (CHUNK_BYTES, 2 * CHUNK_BYTES), (2 * CHUNK_BYTES, 2 * CHUNK_BYTES + 5),
+    ]  # fmt: skip
+    assert made.fits(0, data[:CHUNK_BYTES])
+    data[CHUNK_BYTES] = 1
+    assert made.fits(0, data[:CHUNK_BYTES])
+    assert not made.fits(1, data[CHUNK_BYTES : 2 * CHUNK_BYTES])
+    assert not made.fits(2, data[:CHUNK_BYTES])

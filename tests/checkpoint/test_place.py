@@ -42,3 +42,25 @@ def test_no_cache_is_no_address(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / place.INFO).write_text(text)
     assert place.local_cache(str(tmp_path)) == ""
+
+
+def test_an_address_may_tell_what_a_node_fails_together_with() -> None:
+    text = "node0=10.0.0.1:9480@rack1/psu2,node1=cache.example:80@rack2,node2=h:1"
+    assert place.peers(text) == {"node0": "10.0.0.1:9480@rack1/psu2", "node1": "cache.example:80@rack2", "node2": "h:1"}
+    assert place.split("10.0.0.1:9480@rack1/psu2") == ("10.0.0.1", 9480, ("rack1", "psu2"))
+    assert place.split("h:1") == ("h", 1, ())
+    assert place.split("h:1@") == ("h", 1, ())
+    assert place.split("::1:80@r") == ("::1", 80, ("r",))
+
+
+@pytest.mark.parametrize("address", ["h", ":1", "h:", "h:x", "h:\u0663", "h:1@a//b", "h:1@a/", "h:1@a@b", "h:1@a b", "h@rack:1"])
+def test_what_is_no_address_is_told(address: str) -> None:
+    with pytest.raises(ValueError, match="write "):
+        place.split(address)
+
+
+def test_a_cache_tells_its_domain_with_its_address(tmp_path: Path) -> None:
+    (tmp_path / place.INFO).write_text('{"node": "n", "address": "h", "port": 7, "domain": "rack1/psu2", "pid": 1}')
+    assert place.local_cache(str(tmp_path)) == "h:7@rack1/psu2"
+    (tmp_path / place.INFO).write_text('{"node": "n", "address": "h", "port": 7, "domain": "", "pid": 1}')
+    assert place.local_cache(str(tmp_path)) == "h:7"

@@ -74,11 +74,17 @@ def test_where_a_copy_came_from_is_said_honestly() -> None:
 held = st.lists(generations, max_size=12, unique=True)
 
 
-@given(held, st.sets(generations), st.none() | generations, st.sets(generations), st.integers(1, 3))
+@given(held, st.sets(generations), st.none() | generations, st.sets(generations), st.integers(1, 3), st.sets(generations))
 def test_what_would_be_restored_is_never_surplus(
-    found: list[Generation], whole: set[Generation], safe: Generation | None, asked: set[Generation], keep: int
+    found: list[Generation],
+    whole: set[Generation],
+    safe: Generation | None,
+    asked: set[Generation],
+    keep: int,
+    replicated: set[Generation],
 ) -> None:
-    given_up = surplus(found, whole, safe, asked, keep)
+    given_up = surplus(found, whole, safe, asked, keep, replicated)
+    assert not given_up & {g for g in replicated if safe is None or g > safe}, "it may be the next safe one"
     assert given_up <= set(found)
     assert not given_up & set(sorted(set(found) & whole)[-keep:])
     assert safe not in given_up

@@ -1,18 +1,23 @@
 import json
 import math
+import random
 import re
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from mmap import mmap
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from checkpoint.errors import Corrupt, UsageError
-from checkpoint.state import ALIGN_BYTES, Place, Walker, flatten, misfit, places, put_into, unflatten, views
+from checkpoint.state import ALIGN_BYTES, Parts, Place, Target, Walker, flatten, misfit, places, put_into, unflatten, views
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 W = torch.ones(2)
@@ -25,7 +30,7 @@ def through_memory(state: Any) -> Any:
     where, nbytes = places(flat.tensors)
     slab = mmap(-1, nbytes + 7)
     if flat.tensors:
-        torch._foreach_copy_(views(slab, where), flat.tensors)
+        Target(slab, where).fill(flat.source)
     told = json.loads(json.dumps({"skeleton": flat.skeleton, "places": where, "values": flat.values}))
     return unflatten(told["skeleton"], views(slab, [Place(*item) for item in told["places"]]), told["values"])
 
@@ -65,9 +70,32 @@ def test_a_quantized_tensor_is_refused() -> None:
 def test_views_that_are_not_contiguous() -> None:
     base = torch.arange(24.0).view(4, 6)
     state = [base.t(), base[::2, 1::3], base[0].expand(3, 6), base[1:], torch.arange(6).view(2, 3).permute(1, 0)]
-    for back, tensor in zip(through_memory(state), state, strict=True):
+    flat = flatten(state)
+    assert [tensor.nbytes for tensor in flat.tensors] == [base.nbytes, 6 * 8]  # `base` once, and the last
+    came_back = through_memory(state)
+    for back, tensor in zip(came_back, state, strict=True):
         assert torch.equal(back, tensor)
-        assert back.is_contiguous()
+    came_back[0][0, 0] = 7  # views of one memory are so again
+    assert came_back[1].shape == (2, 2)
+    assert came_back[2][:, 0].tolist() == [7, 7, 7]
+
+
+def test_parts_of_one_storage_that_do_not_overlap_are_saved_without_what_lies_between() -> None:
+    base = torch.arange(1000.0)
+    state = {"a": base[:10], "b": base[990:]}
+    flat = flatten(state)
+    assert [tensor.nbytes for tensor in flat.tensors] == [40, 40]
+    assert through_memory(state)["b"].tolist() == list(range(990, 1000))
+
+
+def test_views_of_other_dtypes_share_their_bytes() -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j, 5 + 6j])
+    state = {"z": z[1:], "real": z.real, "raw": z.view(torch.int32)[1:]}
+    assert [tensor.nbytes for tensor in flatten(state).tensors] == [z.nbytes]
+    back = through_memory(state)
+    assert torch.equal(back["z"], z[1:])
+    assert torch.equal(back["real"], z.real)
+    assert torch.equal(back["raw"], z.view(torch.int32)[1:])
 
 
 def test_a_conjugate_is_not_taken_for_what_it_is_the_conjugate_of() -> None:
@@ -91,10 +119,13 @@ def test_tied_weights_are_saved_once_and_stay_tied() -> None:
     tied = torch.nn.Linear(3, 3)
     state = {"a": tied.weight, "b": tied.weight, "model": tied, "part": tied.weight[:1], "turned": tied.weight.t()}
     flat = flatten(state)
-    assert len(flat.tensors) == 4  # weight, its bias, a part of it, and it turned over
+    assert [tensor.nbytes for tensor in flat.tensors] == [36, 12]  # the weight and what lies in it, and its bias
     back = through_memory(state)
     assert back["a"] is back["b"] is back["model"]["weight"]
     assert torch.equal(back["turned"], tied.weight.t())
+    back["a"].fill_(7)
+    assert (back["turned"] == 7).all()
+    assert (back["part"] == 7).all()
 
 
 def test_shapes_of_states() -> None:
@@ -147,7 +178,27 @@ def test_a_nested_tensor_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "skeleton", [None, 7, [], ["t"], ["t", 9], ["v", 9], ["x", 0], ["d", [["a"]]], ["l", 3], ["t", "0"], [[], 0]]
+    "skeleton",
+    [
+        None,
+        7,
+        [],
+        ["t"],
+        ["t", 9],
+        ["v", 9],
+        ["x", 0],
+        ["d", [["a"]]],
+        ["l", 3],
+        ["t", "0"],
+        [[], 0],
+        ["k", ["a", 1]],
+        ["w", [0, "float32", [2], [1], 0]],
+        ["w", [0, "float32", [1], [1], 1]],
+        ["w", [0, "float32", [1], [1], -1]],
+        ["w", [9, "float32", [1], [1], 0]],
+        ["w", [0, "none", [1], [1], 0]],
+        ["w", [0, "float32", [1, 1], [1], 0]],
+    ],
 )
 def test_a_broken_description_is_corrupt(skeleton: Any) -> None:
     with pytest.raises(Corrupt):
@@ -406,7 +457,8 @@ def test_a_walker_unties_what_is_transposed_in_place() -> None:
     assert same_flat(walker, state)
     state["b"].t_()
     assert not same_flat(walker, state)
-    assert len(walker.flatten(state).tensors) == 3
+    state["c"].t_()
+    assert not same_flat(walker, state)
 
 
 def test_a_walker_does_not_hold_what_an_object_makes_anew_each_time() -> None:
@@ -435,3 +487,171 @@ def test_a_walker_refuses_what_becomes_unsavable() -> None:
     state["epoch"] = {1}
     with pytest.raises(UsageError, match=r"^state\.epoch is a set"):
         walker.flatten(state)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """A process group of this process alone, and its mesh."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0], mesh_dim_names=("shards",))
+    dist.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh, seed: int) -> dict[str, Any]:
+    """Return a training state whose parameters and moments are DTensors."""
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 3)
+    model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    model.bias = torch.nn.Parameter(distribute_tensor(model.bias.detach(), mesh, [Replicate()]))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(distribute_tensor(torch.randn(2, 4), mesh, [Replicate()])).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_a_dtensor_is_saved_by_its_local_part_and_goes_back_to_where_it_belongs(one_rank: DeviceMesh) -> None:
+    first = sharded(one_rank, 1)
+    saved = through_memory(first)
+    weight = saved["model"]["weight"]
+    assert isinstance(weight, Parts)
+    assert weight.kind == "torch.distributed.tensor.DTensor"
+    assert weight.about == {"shape": [3, 4], "mesh": [1], "coordinate": [0], "placements": ["S(0)"]}
+    assert torch.equal(weight.tensors["_local_tensor"], first["model"].weight.to_local())
+    second = sharded(one_rank, 2)
+    fresh = sharded(one_rank, 3)
+    fresh["optimizer"] = torch.optim.AdamW(fresh["model"].parameters(), foreach=False)
+    for other in (second, fresh):
+        assert misfit(other, saved) == ""
+        put_into(other, saved)
+        assert torch.equal(other["model"].weight.full_tensor(), first["model"].weight.full_tensor())
+        mine, theirs = (next(iter(state["optimizer"].state.values()))["exp_avg"] for state in (other, first))
+        assert isinstance(mine, DTensor)
+        assert mine.placements == theirs.placements
+        assert torch.equal(mine.to_local(), theirs.to_local())
+        other["optimizer"].step()
+
+
+def test_a_dtensor_that_is_placed_otherwise_does_not_fit(one_rank: DeviceMesh) -> None:
+    here, there = (distribute_tensor(torch.ones(2, 2), one_rank, [Shard(dim)]) for dim in (0, 1))
+    told = misfit({"w": here}, through_memory({"w": there}))
+    assert told.startswith("state.w is {'shape': [2, 2], 'mesh': [1], 'coordinate': [0], 'placements': ['S(0)']} here and {")
+    assert (
+        misfit({"w": here}, {"w": torch.ones(2, 2)})
+        == "state.w is a torch.distributed.tensor.DTensor here and none in the checkpoint"
+    )
+    told = misfit({"w": torch.ones(2, 2)}, through_memory({"w": there}))
+    assert told == "state.w is a tensor here and part of a torch.distributed.tensor.DTensor in the checkpoint"
+    model = torch.nn.Linear(2, 2)
+    saved = {"state": {0: {"exp_avg": through_memory(there)}}, "param_groups": [{"params": [0, 1]}]}
+    told = misfit(torch.optim.SGD(model.parameters(), 0.1), saved)
+    assert told == "state.state.0.exp_avg is a torch.distributed.tensor.DTensor in the checkpoint and its parameter a tensor here"
+
+
+def test_a_walker_knows_dtensors_again(one_rank: DeviceMesh) -> None:
+    state, walker = sharded(one_rank, 1), Walker()
+    assert not same_flat(walker, state)
+    assert same_flat(walker, state)
+    state["model"].weight.data.to_local().fill_(7)
+    assert same_flat(walker, state)
+    state["model"].weight = torch.nn.Parameter(distribute_tensor(torch.ones(3, 4), one_rank, [Replicate()]))
+    assert not same_flat(walker, state)
+
+
+class Scaled(Tensor):
+    """Numbers in eight bits and a scale, with what the class tells of itself."""
+
+    numbers: Tensor
+    scale: Tensor
+    rule: Any
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: Tensor, rule: Any) -> "Scaled":
+        made = Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.numbers, made.scale, made.rule = numbers, scale, rule
+        return made  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["numbers", "scale"], self.rule
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_tensor_of_tensors_is_saved_by_its_parts() -> None:
+    def made(value: int, rule: Any = ("rows", torch.int8)) -> dict[str, Any]:
+        return {"w": Scaled(torch.full((2, 3), value, dtype=torch.int8), torch.tensor(value / 2), rule)}
+
+    saved = through_memory(made(5))
+    into = made(1)
+    assert misfit(into, saved) == ""
+    put_into(into, saved)
+    assert into["w"].numbers.tolist() == [[5] * 3] * 2
+    assert into["w"].scale == 2.5
+    assert "columns" in misfit(made(1, ("columns", torch.int8)), saved)
+    walker = Walker()
+    state = made(5)
+    assert not same_flat(walker, state)
+    assert same_flat(walker, state)
+    state["w"].rule = ("columns", torch.int8)
+    assert not same_flat(walker, state)
+    with pytest.raises(UsageError, match=r"^state\.w is a .*Scaled, .*__tensor_flatten__ tells more than tensors and plain data"):
+        flatten(made(5, object()))
+
+
+class Hidden(Tensor):
+    """A tensor that keeps its data where nobody sees it."""
+
+    @staticmethod
+    def __new__(cls) -> "Hidden":
+        return Tensor._make_wrapper_subclass(cls, (2,), dtype=torch.float32)  # type: ignore[attr-defined,no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    for tensor in (freed, Hidden()):
+        with pytest.raises(UsageError, match=r"^state\.w is a .* without memory of its own, which cannot be saved yet"):
+            flatten({"w": tensor})
+
+
+class Named(Tensor):
+    """A tensor with nothing but a class of its own."""
+
+
+def test_a_tensor_with_a_class_of_its_own_is_saved_as_a_tensor() -> None:
+    state = {"w": torch.arange(4.0).as_subclass(Named)}
+    walker = Walker()
+    assert not same_flat(walker, state)
+    assert same_flat(walker, state)
+    assert through_memory(state)["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_an_optimizer_is_filled_where_it_is() -> None:
+    """New memory costs more than a copy; what was there before is used again, and nothing is shared with the checkpoint."""
+    first, second = learner(1), learner(2)
+    saved = through_memory(first)
+    moment = next(iter(second["optimizer"].state.values()))["exp_avg"]
+    put_into(second, saved)
+    assert next(iter(second["optimizer"].state.values()))["exp_avg"] is moment
+    for tensor in saved["model"].values():
+        tensor.zero_()
+    assert torch.equal(second["model"][0].weight, first["model"][0].weight)
+
+
+def test_a_sample_finds_a_copy_that_went_wrong() -> None:
+    flat = flatten({"a": torch.ones(100_000), "b": torch.ones(3, 2).t(), "empty": torch.empty(0)})
+    where, nbytes = places(flat.tensors)
+    target = Target(mmap(-1, nbytes), where)
+    target.fill(flat.source)
+    draw = random.Random(1)
+    assert all(target.differs(flat.tensors, range(3), 0.01, draw) is None for _ in range(100))
+    assert target.differs(flat.tensors, [], 0.01, draw) is None
+    target.tensors[1][0, 0] = 2
+    assert target.differs(flat.tensors, [1], 0.01, draw) == 1
+    target.tensors[0].view(torch.uint8)[:] += 1
+    assert target.differs(flat.tensors, [0], 0.01, draw) == 0
