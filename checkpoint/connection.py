@@ -70,7 +70,7 @@ class Connection:
         self._asked = 0
         self._slabs: dict[int, memoryview] = {}
         self._ready: int | None = None
-        self._full = ""
+        self._full, self._never = "", False
         self._reserved_bytes: int | None = None
         self._sending = threading.Lock()
         try:
@@ -149,6 +149,9 @@ class Connection:
             self.reserve(nbytes)
             self._wait_for_slab(until_s)
         while self._ready is None:
+            if self._never:
+                self._reserved_bytes = None
+                raise CannotRun(f"the cache can never hold a save of {nbytes} bytes: {self._full}")
             if when_full == "raise" or time.monotonic() >= until_s:
                 self._reserved_bytes = None  # the next one asks anew
                 waited = "" if when_full == "raise" else f" for {timeout_s:g} s"
@@ -218,7 +221,7 @@ class Connection:
                 if kind == "slab":
                     self._ready = message["slab"]
                 else:
-                    self._full = message["why"]
+                    self._full, self._never = message["why"], bool(message.get("never"))
                 self._changed.notify_all()
         elif "request" in message:
             with self._changed:

@@ -6,7 +6,7 @@ client says                                                      cache answers
 ---------------------------------------------------------------  ------------------------------------------------------------
 hello: version, job, rank, world_size, born, peers or null       welcome: node; or refused: why
 reserve: nbytes [, drop: true: rather let go of an older         slab: slab, nbytes, gone [+ its file, the first time];
-generation that storage waits for than refuse]                   or full: why, gone; of the slabs `gone` nobody knows any more
+generation that storage waits for than refuse]                   or full: why, never, gone; the slabs `gone` are let go of
 layout: layout, items                                            nothing; what later seals mean by that layout
 seal: slab, generation, layout, values, nbytes                   state: generation, level (cached, replicated, persistent)
                                                                  [, error], one for each level as it is reached

@@ -488,11 +488,7 @@ class Cache:
 
         The caller holds the lock. What can be forgotten all ranks have saved or never will: two newer ones were saved here since.
         """
-        unsafe = {
-            key.job
-            for key, shard in self._shards.items()
-            if shard.origin == self.node and key.generation > self._safe.get(key.job, _NONE)
-        }
+        unsafe = {key.job for key, shard in self._shards.items() if key.generation > self._safe.get(key.job, _NONE)}
         jobs = unsafe | {job for job in self._jobs() if self._unasked(job)}
         return {job: {s.key for s in self._surplus(job, None)} for job in jobs}
 

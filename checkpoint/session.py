@@ -106,7 +106,8 @@ class Client:
                     self._cache.slabs.give(self._owner, self._filling.pop(number))
             slab = self._cache.take(self._owner, nbytes, self.job, drop=bool(message.get("drop")))
         except CannotRun as error:
-            self.send({"op": "full", "why": str(error), "gone": self._gone()})
+            never = nbytes > self._cache.slabs.limit_bytes
+            self.send({"op": "full", "why": str(error), "never": never, "gone": self._gone()})
             return
         new = slab.number not in self._known
         self._known[slab.number] = self._filling[slab.number] = slab

@@ -213,7 +213,7 @@ def _job_change(past: Past, window: Window, series: Mapping[str, Floats]) -> Sco
 
 
 def _lasting_ratio(past: Past, value_T: Floats, m: str, h: int) -> float:
-    """Pace in the faster half of a horizon, moved half way to the usual: no burst, and nothing that is over, passes for lasting."""
+    """Pace in the faster half of a horizon, half way to the usual: no burst, and nothing that is over, passes for lasting."""
     half = h // 2
     halves = value_T[-h:-half], value_T[-half:]
     if past.level.get((m, half), 0.0) <= 0 or half not in HORIZONS or not all(np.isfinite(v).any() for v in halves):

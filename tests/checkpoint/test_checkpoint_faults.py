@@ -661,7 +661,7 @@ def test_too_little_memory(cluster: Any) -> None:
         with pytest.raises(CannotRun) as told:
             client.save(1, {"w": torch.ones(3_000_000)})
         assert str(told.value) == (
-            "the cache has had no memory for a save of 12000000 bytes for 0.5 s: one generation of this node's 1 rank takes "
+            "the cache can never hold a save of 12000000 bytes: one generation of this node's 1 rank takes "
             "12000000 bytes and the cache may take 10485760; raise [checkpoint] memory_bytes to 48000000, or to 24000000 at least"
         )
         saved(client, 1, "cached", "persistent")
