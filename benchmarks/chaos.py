@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 import traceback
@@ -94,18 +95,24 @@ class Campaign:
         self.errors: list[str] = []
 
     def run(self) -> None:
-        """Carry them all out, and say every few seconds how far it is."""
+        """Carry them all out, and say every few seconds how far it is. SIGINT ends it with what was done until then."""
         began_s = said_s = time.monotonic()
         fork = multiprocessing.get_context("fork")
         with Nursery(self._change) as nursery, ProcessPoolExecutor(JOBS, fork, _begin, (nursery, self._change)) as pool:
-            for future in as_completed([pool.submit(_one, plan) for plan in self._plans]):
-                self._take(future.result())
-                if time.monotonic() - said_s > _SAY_S:
-                    said_s = time.monotonic()
-                    rate = self.done / (said_s - began_s)
-                    left_min = (len(self._plans) - self.done) / rate / 60
-                    told = ", ".join(f"{number} {kind.replace('_', ' ')}" for kind, number in self.found().items())
-                    print(f"{self.done}/{len(self._plans)} schedules, {rate:.1f}/s, {left_min:.0f} min to go: {told}", flush=True)
+            try:
+                for future in as_completed([pool.submit(_one, plan) for plan in self._plans]):
+                    self._take(future.result())
+                    if time.monotonic() - said_s > _SAY_S:
+                        said_s = time.monotonic()
+                        rate = self.done / (said_s - began_s)
+                        left_min = (len(self._plans) - self.done) / rate / 60
+                        told = ", ".join(f"{number} {kind.replace('_', ' ')}" for kind, number in self.found().items())
+                        print(
+                            f"{self.done}/{len(self._plans)} schedules, {rate:.1f}/s, {left_min:.0f} min to go: {told}", flush=True
+                        )
+            except KeyboardInterrupt:
+                print(f"stopped after {self.done} of {len(self._plans)} schedules", flush=True)
+                pool.shutdown(cancel_futures=True)
         self.minutes = (time.monotonic() - began_s) / 60
 
     def _take(self, done: Outcome | str) -> None:
@@ -136,6 +143,7 @@ def _begin(nursery: Nursery, change: Callable[[], None] | None) -> None:
     global _nursery
     _nursery = nursery
     end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever stops the campaign lets the schedules that run end
     if change is not None:
         change()
     gc.freeze()  # a collection in a forked process would copy all that it shares with this one
