@@ -107,9 +107,8 @@ class Campaign:
                         rate = self.done / (said_s - began_s)
                         left_min = (len(self._plans) - self.done) / rate / 60
                         told = ", ".join(f"{number} {kind.replace('_', ' ')}" for kind, number in self.found().items())
-                        print(
-                            f"{self.done}/{len(self._plans)} schedules, {rate:.1f}/s, {left_min:.0f} min to go: {told}", flush=True
-                        )
+                        where = f"{self.done}/{len(self._plans)} schedules, {rate:.1f}/s, {left_min:.0f} min to go"
+                        print(f"{where}: {told}", flush=True)
             except KeyboardInterrupt:
                 print(f"stopped after {self.done} of {len(self._plans)} schedules", flush=True)
                 pool.shutdown(cancel_futures=True)
