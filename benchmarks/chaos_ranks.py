@@ -139,6 +139,13 @@ class _Agreement:
             pipe.send(json.loads(json.dumps(words)))
         return json.loads(json.dumps(words))
 
+    def gather(self, words: Any) -> list[Any]:
+        """Return what each rank says."""
+        if self._rank:
+            self._pipes[0].send(words)
+            return list(self.tell(None))
+        return list(self.tell([words, *(_received(pipe) for pipe in self._pipes)]))
+
 
 def _received(pipe: Connection) -> Any:
     if not pipe.poll(AGREE_S):

@@ -10,7 +10,7 @@ from checkpoint.errors import UsageError
 
 
 class Agreement(Protocol):
-    """Two questions that all ranks ask together, in the same order."""
+    """Three questions that all ranks ask together, in the same order."""
 
     def largest(self, number: int) -> int:
         """Return the largest number that any rank gives."""
@@ -18,6 +18,10 @@ class Agreement(Protocol):
 
     def tell(self, words: Any) -> Any:
         """Return what rank 0 says (JSON); the others' words do not count."""
+        ...
+
+    def gather(self, words: Any) -> list[Any]:
+        """Return what each rank says (JSON), in their order."""
         ...
 
 
@@ -31,6 +35,10 @@ class Alone:
     def tell(self, words: Any) -> Any:
         """Return the words."""
         return words
+
+    def gather(self, words: Any) -> list[Any]:
+        """Return the words."""
+        return [words]
 
 
 class Collective:
@@ -53,6 +61,15 @@ class Collective:
             room = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         dist.broadcast(room, 0, group=self._group)
         return json.loads(bytes(room.tolist()))
+
+    def gather(self, words: Any) -> list[Any]:
+        """Return what each rank says."""
+        text = json.dumps(words).encode()
+        room = torch.full((self.largest(len(text)),), ord(" "), dtype=torch.uint8)
+        room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rooms = [torch.empty_like(room) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(rooms, room, group=self._group)
+        return [json.loads(bytes(each.tolist())) for each in rooms]
 
 
 def agreement(world_size: int) -> Agreement:

@@ -20,6 +20,7 @@ import secrets
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -39,6 +40,7 @@ from checkpoint.protocol import MAX_STATE_BYTES, Message
 from checkpoint.state import Flat, Place, Source, Stateful, Target, Walker, misfit, places, put_into, unflatten, views
 
 LEVELS = ("cached", "replicated", "persistent")
+TIERS = ("local", "neighbour", "storage")
 AGAIN_S = 1.0
 SAMPLE_SHARE = 0.01
 """So much of each copy is compared with what it was made of."""
@@ -95,7 +97,7 @@ class Restored:
     """What `Client.load` restored. `source` is ``local``, ``neighbour`` or ``storage``, `holder` the node that held the copy.
 
     `state` is what was filled, else all that was saved, in memory of its own. `notes` tell which newer generations or nearer
-    copies were passed over, and why.
+    copies were passed over, and why. `shards` are (source, holder) of every rank's, in their order.
     """
 
     step: int
@@ -105,6 +107,7 @@ class Restored:
     seconds: float
     state: Any
     notes: tuple[str, ...] = ()
+    shards: tuple[tuple[str, str], ...] = ()
 
 
 class Client:
@@ -237,13 +240,16 @@ class Client:
         self._begin(together, choice["attempt"])
         notes += answer["tried"]
         step = generation(chosen).step
-        restored = Restored(
-            step, chosen, answer["source"], answer["holder"], time.monotonic() - began_s,
-            fetched.state if into is None else into, tuple(notes),
-        )  # fmt: skip
+        seconds = time.monotonic() - began_s
+        shards = tuple((source, holder) for source, holder in together.gather([answer["source"], answer["holder"]]))
+        state = fetched.state if into is None else into
+        restored = Restored(step, chosen, answer["source"], answer["holder"], seconds, state, tuple(notes), shards)
         for note in notes:
             _say(f"rank {self.rank}: {note}")
         _say(f"rank {self.rank} restored step {step} from {_place(restored)} in {restored.seconds:.2f} s")
+        if self.rank == 0 and len(shards) > 1:
+            tiers = Counter(source for source, _ in shards)
+            _say(f"step {step}, {len(shards)} shards: " + ", ".join(f"{tiers[t]} {t}" for t in TIERS if tiers[t]))
         return restored
 
     def save(self, step: int, state: Any, *, overlap: bool = False) -> Handle:

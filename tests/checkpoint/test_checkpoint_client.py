@@ -200,6 +200,9 @@ class Unheard:
     def tell(self, words: Any) -> Any:
         return [7, "00000007"] if isinstance(words, list) else words
 
+    def gather(self, words: Any) -> list[Any]:
+        return [words]
+
 
 def test_what_does_not_fit_changes_nothing(three: Any) -> None:
     with three[0].client("misfit") as client:

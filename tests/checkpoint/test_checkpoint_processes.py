@@ -119,6 +119,7 @@ except CheckpointError as error:
     pipe.send(f"{type(error).__name__}: {error}")
     sys.exit()
 assert restored is None or (into["w"] == restored.step * 100 + rank).all()
+assert restored is None or (len(restored.shards), restored.shards[rank]) == (world_size, (restored.source, restored.holder))
 pipe.send(None if restored is None else (restored.step, restored.generation, restored.source, restored.notes))
 for step, level in iter(pipe.recv, None):
     handle = client.save(step, {"w": torch.full((1000,), float(step * 100 + rank)), "step": step})

@@ -121,6 +121,9 @@ class Unheard:
     def tell(self, words: Any) -> Any:
         return [7, "00000007"] if isinstance(words, list) else words
 
+    def gather(self, words: Any) -> list[Any]:
+        return [words]
+
 
 def test_every_rank_has_its_copy_in_the_other_rack(cluster: Any) -> None:
     nodes = with_racks(cluster, ["r0", "r0", "r1", "r1"], storage=None)
