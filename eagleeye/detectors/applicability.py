@@ -52,8 +52,12 @@ def not_applicable(window: Window) -> str | None:
 
 
 def _use_metrics(window: Window, *, steps: bool) -> list[str]:
-    """Names of the metrics that tell whether the job works, the surest first; other exporters' names count by their words."""
-    foreign = sorted(m for m in window.foreign_units if window.unit(m) == "1" and ("utilization" in m or "busy" in m))
+    """Names of the metrics that tell whether the job works, the surest first; other exporters' names count by their words.
+
+    A job whose disks are idle computes.
+    """
+    used = [m for m in window.foreign_units if window.unit(m) == "1" and ("utilization" in m or "busy" in m)]
+    foreign = sorted(m for m in used if not m.startswith(("disk", "storage", "filesystem", "memory", "network")))
     names = ["gpu_utilization_ratio", *foreign, *([] if steps else ["process_cpu_ratio"])]
     return [name for name in names if window.has(name)]
 

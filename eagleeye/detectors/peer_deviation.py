@@ -17,6 +17,9 @@ from eagleeye.detectors.thresholds import threshold_M
 from eagleeye.metrics import BY_COLUMN
 from eagleeye.window import Window
 
+LONGEST_S = 240.0
+"""No horizon is longer."""
+
 CLIP = 6.0
 """Larger deviations count as this many robust standard deviations in a mean."""
 
@@ -56,7 +59,9 @@ class PeerDeviation:
         out_HRM = np.full((len(self.horizons), R, M), np.nan)
         sides = {"high": 1.0, "low": -1.0, None: 0.0}
         worse_M = np.array([sides[BY_COLUMN[m].worse if m in BY_COLUMN else None] for m in window.metrics], dtype=np.float32)
-        for i, horizon in enumerate(self.horizons):
+        for i, most in enumerate(self.horizons):
+            # where samples are rare, many of them reach back to what is long over
+            horizon = min(most, max(1, round(LONGEST_S / window.step_s)))
             if horizon <= T:
                 newest_RMT = window.values_RMT[:, :, -horizon:]
                 if horizon > 1:

@@ -299,7 +299,9 @@ def _rates(window: Window) -> tuple[str, ...]:
 
 
 def _flat_T(series: Mapping[str, Floats], high: Mapping[str, float]) -> NDArray[np.bool_]:
-    rates = [np.where(np.isfinite(series[m]), series[m] / high[m], np.nan) for m in high if m in series]
+    # the time of a step is told until the next one has ended, however long that takes
+    moving = [m for m in high if m in series and m != STEP] or [m for m in high if m in series]
+    rates = [np.where(np.isfinite(series[m]), series[m] / high[m], np.nan) for m in moving]
     if not rates:
         return np.zeros(len(next(iter(series.values()), np.zeros(1))), dtype=bool)
     return np.asarray(np.fmax.reduce(np.stack(rates)) < FLAT_RATIO)

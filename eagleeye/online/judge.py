@@ -92,8 +92,8 @@ STOPPED_S = 120.0
 STOPPED_TOLD_S = 30.0
 """That a job stopped is told for so long; whoever restarts it knows by then."""
 
-LONG_PAUSE_S, WARM_UP_S = 60.0, 180.0
-"""After a pause of the first length a job may be slow for the second: caches are cold, and batches compile."""
+LONG_PAUSE_S, WARM_UP_S = 30.0, 180.0
+"""After a pause seen for the first length a job may be slow for the second: caches are cold, and batches compile."""
 
 FIRST_S = 60.0
 """After this much work a job is compared with itself for the first time, with double thresholds."""
