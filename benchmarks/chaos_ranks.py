@@ -23,7 +23,7 @@ from chaos_oracle import LEVELS, Told, content
 
 ROWS = 16
 """Ranks have the rows of `chaos_faults.Control` from here on, caches those before."""
-AGREE_S = 120.0
+AGREE_S = 20.0
 _MOST_FILES = 16
 
 
