@@ -8,9 +8,9 @@ from pathlib import Path
 
 from checkpoint.errors import CannotRun, Corrupt, UsageError
 from checkpoint.manifest import Generation, Key, Manifest, check_job, decode, generation
-from checkpoint.storage import PINNED, sync_folder
+from checkpoint.storage import DAMAGED, PINNED, sync_folder
 
-_OURS = ("committed", PINNED)
+_OURS = ("committed", PINNED, DAMAGED)
 _PASSING = "."
 """What begins so is being written or removed, or was when its writer died."""
 
@@ -150,6 +150,8 @@ def _look(stored: Stored, strange: list[str]) -> None:
         if match and match[2] == "json":
             rank, path = int(match[1]), stored.folder / name
             try:
+                if not path.is_file():
+                    raise Corrupt("it is no file")  # a pipe, say, would be waited for
                 manifest = decode(path.read_bytes())
                 if manifest.key != Key(stored.job, stored.generation, rank):
                     raise Corrupt("it is the manifest of another shard")

@@ -51,6 +51,11 @@ class Landing:
             if (said := f"{holder}: {what}") not in self.notes:
                 self.notes.append(said)
 
+    def gave_bad(self, holder: str) -> bool:
+        """Whether a holder gave bytes that are not those that were saved."""
+        with self._changed:
+            return any(who == holder for who, _ in self._bad)
+
     def forgive(self) -> None:
         """Ask those once more who gave bad chunks."""
         with self._changed:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sqlite3
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -169,8 +170,7 @@ class Cache:
         self._still = self._left = False
         self._said: set[str] = set()
         if self.storage:
-            with suppress(OSError):  # it may come later
-                self.storage.path.mkdir(parents=True, exist_ok=True)
+            self._look_at_storage(self.storage.path)
         estate = self._estate() if take_over else None
         try:
             entered = self._enter(estate) if estate else None
@@ -441,6 +441,17 @@ class Cache:
         with self.changed:
             shard.manifest = manifest
 
+    def _look_at_storage(self, path: Path) -> None:
+        """Say what is wrong with the storage folder now; it may come later. One that is absent is made once, never again."""
+        try:
+            if not path.exists():
+                path.mkdir(exist_ok=True)
+                self._say(f"storage {path} was not there and was made: if a disk belongs there, it is not mounted")
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            self._say(f"storage {path}: {_words(error)}; nothing is persistent until that is mended")
+
     def _store(self, shard: Shard) -> None:
         assert shard.manifest is not None
         assert self.storage is not None
@@ -452,10 +463,12 @@ class Cache:
             with self.changed:
                 shard.stored = True
             self.tell(shard.key, "persistent")
+            known = self.storage.is_committed(job, wanted)
             if self.storage.commit(job, wanted, shard.world_size):
                 with self.changed:
                     self._existing.setdefault(job, set()).add(wanted)
-                self.storage.retain(job, self.settings.stored_generations)
+                if not known:  # one node does it, as it reads every rank's manifest
+                    self.storage.retain(job, self.settings.stored_generations)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 # room for the new one goes before a third and second old one; the newest good one is never touched
@@ -752,9 +765,9 @@ class Cache:
             others = max(len(self.neighbours.others(job)) for job, _ in [(client.job, 0), *self._clients])
             copies = min(self.settings.replicas, others)
             forecast = limits.Forecast(sizes, copies, self.settings.generations, self.cap.nbytes)
+            forecast.check()
             most = forecast.most_bytes > self._forecast_bytes
             self._forecast_bytes = max(self._forecast_bytes, forecast.most_bytes)
-        forecast.check()
         if most:
             self._inform(str(forecast))
 

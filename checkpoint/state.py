@@ -28,6 +28,7 @@ _ODD_DTYPES = re.compile(r"torch\.(u?int[1-7]|q.*)")
 _DTYPES = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype) and not _ODD_DTYPES.fullmatch(str(d)))
 _PLAIN = (bool, int, float, str, type(None))
 _PLAIN_TYPES = frozenset(_PLAIN)
+_TOO_DEEP = "the state holds itself, or is nested hundreds deep: a list or dict in it contains one that contains it"
 _INT_BITS = 10_000  # Python reads and writes whole numbers of up to 4300 digits
 
 
@@ -99,7 +100,10 @@ def flatten(state: Any) -> Flat:
         Something in it is none of these; the sentence names where it is.
     """
     apart = _Apart()
-    skeleton = apart.take(state, "state")
+    try:
+        skeleton = apart.take(state, "state")
+    except RecursionError:
+        raise UsageError(_TOO_DEEP) from None
     tensors, homes = apart.shared()
     return Flat(tensors, apart.values, skeleton, apart.leaves, apart.names, homes, Source(tensors))
 
@@ -258,7 +262,10 @@ class Walker:
     def flatten(self, state: Any) -> Flat:
         """Return what `flatten` returns, and the very same skeleton and source as long as the state keeps its form."""
         looks = _Looks()
-        looks.over(state)
+        try:
+            looks.over(state)
+        except RecursionError:
+            raise UsageError(_TOO_DEEP) from None
         too_large = any(isinstance(value, int) and value.bit_length() > _INT_BITS for value in looks.values)
         if self._flat is not None and not too_large and self._is_known(looks):
             return self._flat._replace(values=looks.values)

@@ -26,6 +26,8 @@ from checkpoint.manifest import CHUNK_BYTES, Generation, Key, Manifest, decode, 
 from checkpoint.restore import STORAGE, Copy
 
 PINNED = "pinned"
+DAMAGED = "damaged"
+"""Lies in a generation of which a restore found bytes that are not those that were saved."""
 """A generation whose folder has a file of this name stays, whatever else is removed."""
 LOOK_S = 60.0
 """A file system that does not tell for so long what lies there is passed over."""
@@ -33,7 +35,7 @@ _PIECE_BYTES = 4 * CHUNK_BYTES
 _BLOCK_BYTES = 4096
 _WRITERS = 2
 _READERS = 2
-_OURS = (".writing-*", "rank-*.shard", "rank-*.json", "committed")
+_OURS = (".writing-*", "rank-*.shard", "rank-*.json", DAMAGED, "committed")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
@@ -60,8 +62,10 @@ class Folder:
             The bytes are not those of the manifest; nothing was published.
         """
         folder = self._folder(manifest.key)
+        os.stat(self.path)  # never made here: where a disk is not mounted, nothing would be persistent
         if not folder.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
             sync_folder(folder.parent)
             sync_folder(self.path)
         stem = _stem(manifest.key.rank)
@@ -76,20 +80,29 @@ class Folder:
         Any node may do it, also several at once.
         """
         folder = self.path / job / str(wanted)
-        if (folder / "committed").exists():
-            return True
-        if any(not (folder / f"{_stem(rank)}.json").exists() for rank in range(world_size)):
-            return False
-        _publish(folder / "committed", b"%d\n" % world_size)
-        told = None
+        if not self.is_committed(job, wanted):
+            if any(not (folder / f"{_stem(rank)}.json").exists() for rank in range(world_size)):
+                return False
+            _publish(folder / "committed", b"%d\n" % world_size)
+        told = self._latest(job)  # whoever committed it may have been interrupted before this
         while told != (newest := max(self.committed(job), default=wanted)):  # another node may commit a newer one meanwhile
             _publish(folder.parent / "latest", f"{newest}\n".encode())
             told = newest
         return True
 
+    def is_committed(self, job: str, wanted: Generation) -> bool:
+        """Whether every rank's shard of a generation was there once."""
+        return (self.path / job / str(wanted) / "committed").exists()
+
+    def _latest(self, job: str) -> Generation | None:
+        try:
+            return generation((self.path / job / "latest").read_text(encoding="utf-8").strip())
+        except (OSError, ValueError, Corrupt):
+            return None
+
     def committed(self, job: str) -> list[Generation]:
         """Return the committed generations of a job, oldest first."""
-        return [g for g in self.begun(job) if (self.path / job / str(g) / "committed").exists()]
+        return [g for g in self.begun(job) if self.is_committed(job, g)]
 
     def begun(self, job: str) -> list[Generation]:
         """Return all generations of which anything lies in the folder, oldest first."""
@@ -117,27 +130,35 @@ class Folder:
 
     def copies(self, job: str) -> list[Copy]:
         """Return every shard of a job whose manifest is intact and whose bytes have the right length."""
+        return [copy for wanted in self.begun(job) for copy in self._copies(job, wanted)]
+
+    def _copies(self, job: str, wanted: Generation) -> list[Copy]:
+        folder = self.path / job / str(wanted)
+        try:
+            names = _names(folder)
+        except OSError:
+            return []  # what is wrong with one generation says nothing about the others
         found = []
-        for wanted in self.begun(job):
-            folder = self.path / job / str(wanted)
+        for name in names:
+            if not (name.startswith("rank-") and name.endswith(".json")):
+                continue
             try:
-                names = _names(folder)
-            except OSError:
-                continue  # what is wrong with one generation says nothing about the others
-            for name in names:
-                if not (name.startswith("rank-") and name.endswith(".json")):
-                    continue
-                try:
-                    if not (folder / name).is_file():
-                        continue  # a pipe, say, would be waited for
-                    manifest = decode((folder / name).read_bytes())
-                    size = (folder / name).with_suffix(".shard").stat().st_size
-                except (OSError, Corrupt):
-                    continue
-                key = Key(job, wanted, manifest.key.rank)
-                if manifest.key == key and name == f"{_stem(key.rank)}.json" and size == manifest.nbytes:
-                    found.append(Copy(wanted, manifest.key.rank, manifest.world_size, STORAGE, manifest.node))
+                if not (folder / name).is_file():
+                    continue  # a pipe, say, would be waited for
+                manifest = decode((folder / name).read_bytes())
+                size = (folder / name).with_suffix(".shard").stat().st_size
+            except (OSError, Corrupt):
+                continue
+            key = Key(job, wanted, manifest.key.rank)
+            if manifest.key == key and name == f"{_stem(key.rank)}.json" and size == manifest.nbytes:
+                found.append(Copy(wanted, manifest.key.rank, manifest.world_size, STORAGE, manifest.node))
         return found
+
+    def _is_whole(self, job: str, wanted: Generation) -> bool:
+        if (self.path / job / str(wanted) / DAMAGED).exists():
+            return False
+        copies = self._copies(job, wanted)
+        return bool(copies) and len(copies) == copies[0].world_size
 
     def complete(self, key: Key, landing: Landing | None, room: Callable[[Manifest], memoryview]) -> Landing:
         """Read what is missing of a shard, all of it if nothing landed or something else did; return what became of it.
@@ -161,6 +182,9 @@ class Folder:
         if landing is None or landing.manifest != manifest:
             landing = Landing(manifest, room(manifest))
         landing.draw(STORAGE, lambda: _opened(path, manifest), _READERS, lambda: None)
+        if landing.gave_bad(STORAGE):
+            with suppress(OSError):  # only that it no longer counts as one of those that are kept
+                _publish(path.parent / DAMAGED, f"{path.name}\n".encode())
         return landing
 
     def is_pinned(self, job: str, wanted: Generation) -> bool:
@@ -170,13 +194,17 @@ class Folder:
     def retain(self, job: str, keep: int) -> list[Generation]:
         """Remove what is older than the `keep` newest committed generations; return what was removed.
 
-        Only committed generations are counted, so the last good one is never removed. What is pinned is neither removed nor
-        counted. Files that are not ours stay, and the folder with them.
+        Only committed generations of which every shard is there are counted, with a manifest that is intact and as many bytes as
+        it says, and none of which a restore found damaged: the last good one is never removed. What is pinned is neither removed
+        nor counted. Files that are not ours stay, and the folder with them.
         """
-        good = [g for g in self.committed(job) if not self.is_pinned(job, g)]
+        good: list[Generation] = []
+        for candidate in reversed(self.committed(job)):
+            if len(good) < keep and not self.is_pinned(job, candidate) and self._is_whole(job, candidate):
+                good.append(candidate)
         if len(good) < keep:
             return []
-        removed = [g for g in self.begun(job) if g < good[-keep] and not self.is_pinned(job, g)]
+        removed = [g for g in self.begun(job) if g < good[-1] and not self.is_pinned(job, g)]
         for old in removed:
             folder = self.path / job / str(old)
             if not folder.is_symlink():  # what it points to is somebody else's

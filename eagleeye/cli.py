@@ -406,7 +406,9 @@ def _cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--domain", metavar="RACK[/POWER]", help="what this node fails together with; copies go elsewhere")
     parser.add_argument("--key-file", metavar="FILE", help="secret that all caches of the cluster share")
     parser.add_argument("--take-over", action="store_true", help="go on with the memory of the cache that runs here, and end it")
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="instead of serving")
+    actions = parser.add_subparsers(
+        dest="action", metavar="ACTION", title="instead of serving", help="what to do instead of serving"
+    )
     for name, summary in (
         ("list", "print what memory and storage hold"),
         ("verify", "read every byte that is held; exit code 1 when some are not those that were saved"),
@@ -417,6 +419,11 @@ def _cache_options(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=summary, description=summary)
         # what stands before the action counts, too
         action.add_argument("--storage", metavar="DIR", default=argparse.SUPPRESS, help="storage folder")
+        if name == "odds":
+            action.add_argument("--peers", metavar="NODE=HOST:PORT,...", default=argparse.SUPPRESS, help="all caches")
+            action.add_argument(
+                "--replicas", type=int, metavar="N", default=argparse.SUPPRESS, help="copies of each shard; default 1"
+            )
         if name in ("list", "verify"):
             action.add_argument("--run-dir", metavar="DIR", default=argparse.SUPPRESS, help="run folder of the cache")
         if name == "verify":
@@ -444,6 +451,8 @@ def _cache(options: argparse.Namespace) -> int:
             return 0
         if options.action == "odds":
             domains = {node: place.split(address)[2] for node, address in place.peers(settings.peers).items()}
+            if not domains:
+                raise UsageError("of which nodes? name all caches by --peers NODE=HOST:PORT@RACK,...")
             print(placement.odds_table(domains, settings.replicas))
             return 0
         if options.action == "verify":

@@ -163,6 +163,8 @@ def build(
     """Return a cluster that is not started yet. `storage` is a path, a name in `folder`, or None."""
     ports = free_ports(count)
     shared = [] if storage is None else ["--storage", str(folder / storage)]
+    if storage is not None and not Path(folder / storage).exists():
+        Path(folder / storage).mkdir(parents=True)
     others = ["--peers", ",".join(f"node{i}=127.0.0.1:{port}" for i, port in enumerate(ports))] if peers else []
     nodes = [Node(f"node{i}", folder / f"node{i}", port, [*shared, *others, *flags]) for i, port in enumerate(ports)]
     for node, slowness_s in zip(nodes, write_s, strict=False):

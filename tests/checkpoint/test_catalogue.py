@@ -217,3 +217,11 @@ def test_a_folder_that_cannot_be_written_is_not_pinned_in_silence(storage: Path,
 
 def _read_only(*_: object) -> None:
     raise OSError(30, "Read-only file system")
+
+
+def test_a_pipe_in_place_of_a_manifest_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    manifest = store(tmp_path, "llm", gen(1)) / "rank-00001.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    found, _ = catalogue.scan(tmp_path)
+    assert [problem for each in found for problem in each.problems.values()] == [f"{manifest}: it is no file"]

@@ -655,3 +655,11 @@ def test_a_sample_finds_a_copy_that_went_wrong() -> None:
     assert target.differs(flat.tensors, [1], 0.01, draw) == 1
     target.tensors[0].view(torch.uint8)[:] += 1
     assert target.differs(flat.tensors, [0], 0.01, draw) == 0
+
+
+def test_a_state_that_holds_itself_is_refused_in_words() -> None:
+    state: dict[str, Any] = {"w": torch.ones(2)}
+    state["me"] = state
+    for take in (flatten, Walker().flatten):
+        with pytest.raises(UsageError, match="the state holds itself, or is nested hundreds deep"):
+            take(state)

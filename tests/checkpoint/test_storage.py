@@ -264,6 +264,43 @@ def test_only_committed_generations_count_and_the_last_good_one_stays(tmp_path: 
     assert folder.begun("llm") == [at(6).generation]
 
 
+@pytest.mark.parametrize("how", ["manifest", "length", "a restore found it"])
+def test_what_is_damaged_does_not_count_and_the_last_intact_one_stays(tmp_path: Path, how: str) -> None:
+    folder = Folder(tmp_path)
+    for step in (1, 2, 3):
+        written(folder, at(step))
+    for step in (2, 3):
+        bytes_of = tmp_path / "llm" / str(at(step).generation) / "rank-00000.shard"
+        if how == "manifest":
+            bytes_of.with_suffix(".json").write_text("{")
+        elif how == "length":
+            bytes_of.write_bytes(b"short")
+        else:
+            bytes_of.write_bytes(bytes(10_000))
+            assert folder.complete(at(step), None, room).missing
+    written(folder, at(4))
+    assert folder.retain("llm", 2) == []
+    assert at(1).generation in folder.committed("llm")
+    written(folder, at(5))
+    assert set(folder.retain("llm", 2)) == {at(step).generation for step in (1, 2, 3)}
+
+
+def test_the_folder_itself_is_never_made_by_a_write(tmp_path: Path) -> None:
+    """Where a disk is not mounted, nothing would be persistent."""
+    manifest, data = shard(at(1))
+    with pytest.raises(FileNotFoundError):
+        Folder(tmp_path / "not-mounted").write(manifest, data)
+    assert files(tmp_path) == []
+
+
+def test_latest_is_moved_by_the_next_one_when_whoever_committed_was_interrupted(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    written(folder, at(1))
+    (tmp_path / "llm" / "latest").unlink()
+    assert folder.commit("llm", at(1).generation, 1)
+    assert (tmp_path / "llm" / "latest").read_text() == f"{at(1).generation}\n"
+
+
 def test_what_is_pinned_is_neither_removed_nor_counted(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     for step in range(1, 6):
