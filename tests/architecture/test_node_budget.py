@@ -96,6 +96,7 @@ def test_best_of_five_starts(tmp_path: Path) -> None:
 
 
 def cache(folder: Path) -> "subprocess.Popen[str]":
+    (folder / "store").mkdir()
     process = subprocess.Popen(
         [
             sys.executable,

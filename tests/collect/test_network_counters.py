@@ -74,8 +74,8 @@ def test_send_queue_of_a_real_connection_whose_peer_reads_nothing() -> None:
                 while True:
                     sent += client.send(bytes(1 << 16))
             # the kernel counts what it took, in the queue of the sender and in that of the peer that reads nothing
-            local = f"0100007F:{client.getsockname()[1]:04X}"
-            [mine] = [line for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[1] == local]
+            ends = [f"0100007F:{end[1]:04X}" for end in (client.getsockname(), client.getpeername())]
+            [mine] = [line for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[1:3] == ends]
             as_if_remote = mine.replace(" 0100007F", " 0600000A").replace(" 0600000A", " 0500000A", 1)
             assert send_queue_bytes("header\n" + mine) == 0
             assert 0 < send_queue_bytes("header\n" + as_if_remote) <= sent
