@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,6 +71,12 @@ def test_a_burst_however_large_is_no_lasting_deviation() -> None:
 
 def test_ups_and_downs_cancel_also_where_one_side_counts() -> None:
     assert score(deviations([-4.8, 4.8] * 15, "ib_transmit_bytes_per_second"))[SICK] == 0.0
+
+
+def test_no_horizon_is_longer_than_four_minutes() -> None:
+    over = deviations([4.8] * 22 + [0.0] * 8)
+    assert score(over)[SICK] > 0.0, "at 5 s the mean of the newest 24 knows of it"
+    assert score(replace(over, step_s=30.0))[SICK] == 0.0, "at 30 s it is four minutes ago"
 
 
 def test_the_worst_metric_speaks() -> None:

@@ -214,3 +214,32 @@ def test_processors_that_nobody_saw_prove_no_waiting() -> None:
     values_RMT = window.values_RMT.copy()
     values_RMT[:, 0, -4:] = math.nan
     assert said(replace(window, values_RMT=values_RMT), learned(window))[JOB_CHANGE].fired is False
+
+
+def test_a_burst_is_no_slow_down_and_what_lasts_is() -> None:
+    window = work(GPU)
+    for points in (6, 12):
+        burst = window.values_RMT.copy()
+        at = burst.shape[2] - points
+        burst[:, 1:, at : at + 2] *= 0.5
+        late = said(replace(window, values_RMT=burst), learned(window))[JOB_CHANGE].score_R
+        assert np.nanmax(late) < 1.0, points
+    lasting = said(bent(window, SLOW, points=12), learned(window))[JOB_CHANGE].score_R
+    assert np.nanmin(lasting) > 1.0
+
+
+def test_a_slow_down_must_go_beyond_the_slowest_moments_of_the_past() -> None:
+    window = work(GPU)
+    uneven = window.values_RMT.copy()
+    for at in range(10, LEARNED - 10, 20):
+        uneven[:, 1:, at : at + 6] *= 0.8
+    past = learned(replace(window, values_RMT=uneven))
+    now = bent(window, {m: 0.85 for m in SLOW}, points=6)
+    assert np.nanmax(said(now, learned(window))[JOB_CHANGE].score_R) > 1.0
+    assert np.nanmax(said(now, past)[JOB_CHANGE].score_R) < 1.0
+
+
+def test_the_time_of_the_last_step_does_not_hide_a_hang() -> None:
+    """It is told until the next one has ended, however long that takes."""
+    window = bent(work(GPU | {"train_step_seconds": 2.0}), HANG)
+    assert np.nanmin(said(window)[FLAT_TOGETHER].score_R) > 1.0

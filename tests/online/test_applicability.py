@@ -107,3 +107,8 @@ def test_what_others_say_of_a_rank_is_no_sign_of_life(facts: Facts) -> None:
 def test_a_foreign_name_tells_whether_the_job_works(facts: Facts, use: float, said: str | None) -> None:
     window = replace(facts({"cpu_busy_ratio": [use] * 4}), foreign_units={"cpu_busy_ratio": "1"})
     assert not_applicable(window) == said
+
+
+def test_idle_disks_are_no_idle_job(facts: Facts) -> None:
+    window = replace(facts({"disk_busy_ratio": [0.0] * 4}), foreign_units={"disk_busy_ratio": "1"})
+    assert not_applicable(window) is None

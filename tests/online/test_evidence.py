@@ -156,3 +156,15 @@ def test_the_rate_is_no_empty_promise() -> None:
     assert alarmed_share(1, 1) > 0.0
     assert alarmed_share(1, 1, inflated=50.0) > allowed
     assert alarmed_share(4, 1) > alarmed_share(4, 4), "products of scores that share samples are no products of e-values"
+
+
+def test_a_detector_may_need_more_patience_than_the_others() -> None:
+    evidence = Evidence(1.0, 10.0)
+    names = ("peer_deviation", "job_change")
+    both = [Score(name, np.array([9.0]), None, ("",)) for name in names]
+    first: dict[str, int] = {}
+    for tick in range(1, 30):
+        for score in evidence.add(both, dict.fromkeys(names, TAIL), {}, 5.0, patience={"job_change": 3.0}):
+            if score.score_R[0] > 1.0:
+                first.setdefault(score.detector, tick)
+    assert first == {"peer_deviation": 3, "job_change": 7}, "10 s and 30 s"
