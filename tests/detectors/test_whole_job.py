@@ -234,7 +234,7 @@ def test_a_slow_down_must_go_beyond_the_slowest_moments_of_the_past() -> None:
     for at in range(10, LEARNED - 10, 20):
         uneven[:, 1:, at : at + 6] *= 0.8
     past = learned(replace(window, values_RMT=uneven))
-    now = bent(window, {m: 0.85 for m in SLOW}, points=6)
+    now = bent(window, dict.fromkeys(SLOW, 0.85), points=6)
     assert np.nanmax(said(now, learned(window))[JOB_CHANGE].score_R) > 1.0
     assert np.nanmax(said(now, past)[JOB_CHANGE].score_R) < 1.0
 
