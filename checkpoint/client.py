@@ -65,6 +65,8 @@ class Handle:
     replicated: "Future[None]" = field(default_factory=Future)
     persistent: "Future[None]" = field(default_factory=Future)
     _fence: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+    _late: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """Level -> why it is not reached yet."""
 
     def wait(self, level: str = "cached", timeout_s: float | None = None) -> None:
         """Return when `level` is reached; of an overlapped save, pass the fence before.
@@ -80,7 +82,8 @@ class Handle:
         try:
             getattr(self, level).result(timeout_s)
         except FutureTimeout:
-            raise CheckpointError(f"step {self.step} is not {level} after {timeout_s:g} s") from None
+            why = f": {self._late[level]}" if level in self._late else ""
+            raise CheckpointError(f"step {self.step} is not {level} after {timeout_s:g} s{why}") from None
 
     def _reach(self, level: str, error: CheckpointError | None = None) -> None:
         future: Future[None] = getattr(self, level)
@@ -667,7 +670,9 @@ class _Session:
 
     def _heard(self, message: Message) -> None:
         handle = self._handles.get(message["generation"])
-        if handle is not None:
+        if handle is not None and message["op"] == "late":
+            handle._late[message["level"]] = message["why"]
+        elif handle is not None:
             error = message.get("error")
             # what the cache did not take goes no further
             for level in LEVELS if error and message["level"] == "cached" else (message["level"],):

@@ -42,7 +42,7 @@ class Connection:
     ----------
     run_dir : run folder of the cache
     hello : job, rank, world_size, born and peers of the message `hello`
-    heard : called with every message `state`, in the thread that reads
+    heard : called with every message `state` and `late`, in the thread that reads
     ended : called once with the reason when the connection is lost, in whichever thread notices
     forgot : called with the number of a slab that nobody needs any more, so that its memory is free once no view is left
 
@@ -210,7 +210,7 @@ class Connection:
         expected = "slab" in message and (kind == "fetched" or message["slab"] not in self._slabs)
         if expected and not files:  # the kernel drops what a process has no room for, and says nothing
             raise PeerError("its memory did not arrive: this process may open no more files; raise `ulimit -n`")
-        if kind == "state":
+        if kind in ("state", "late"):
             self._heard(message)
         elif kind in ("slab", "full"):
             for number in message["gone"]:

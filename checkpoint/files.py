@@ -212,7 +212,7 @@ class FolderClient:
 
     def _heard(self, message: Message) -> None:
         sealed = self._sealed.get(message["generation"])
-        if sealed is not None and message["level"] == "cached":
+        if sealed is not None and message["op"] == "state" and message["level"] == "cached":
             with suppress(InvalidStateError):
                 if "error" in message:
                     sealed.set_exception(Held(message["error"]))

@@ -9,7 +9,8 @@ reserve: nbytes [, drop: true: rather let go of an older         slab: slab, nby
 generation that storage waits for than refuse]                   or full: why, never, gone; the slabs `gone` are let go of
 layout: layout, items                                            nothing; what later seals mean by that layout
 seal: slab, generation, layout, values, nbytes                   state: generation, level (cached, replicated, persistent)
-                                                                 [, error], one for each level as it is reached
+                                                                 [, error], one for each level as it is reached;
+                                                                 late: generation, level, why, when one has to wait
 choose: request, exclude                                         chosen: request, generation, attempt, existed, passed_over
 fetch: request, generation [, check: false: the client verifies  fetched: request, slab, manifest, source, holder, tried
 what this node's memory holds]                                   + file; or fetched: request, error

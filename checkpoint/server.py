@@ -377,6 +377,7 @@ class Cache:
             except (CheckpointError, OSError, MemoryError) as problem:
                 error = f"{step} of step {shard.key.generation.step}, rank {shard.key.rank}: {_words(problem)}"
                 self._say(f"{error}; it is tried again")
+                self._tell_late(shard.key, step, error)
             with self.changed:
                 shard.errors.pop(step, None)
                 if error:
@@ -890,6 +891,12 @@ class Cache:
         client = self._clients.get((key.job, key.rank))
         if client is not None:
             client.send({"op": "state", "generation": str(key.generation), "level": level} | ({"error": error} if error else {}))
+
+    def _tell_late(self, key: Key, step: str, why: str) -> None:
+        """Tell the rank that saved a shard why a level is not reached yet."""
+        client, level = self._clients.get((key.job, key.rank)), {"replicate": "replicated", "store": "persistent"}.get(step)
+        if client is not None and level is not None:
+            client.send({"op": "late", "generation": str(key.generation), "level": level, "why": why})
 
     def _write_down(self, shard: Shard) -> None:
         if self._still:

@@ -250,6 +250,9 @@ def test_storage_that_cannot_be_written(cluster: Any, tmp_path: Path, poll: Any,
             handle.wait("replicated", 10)
             poll(lambda: f"store of step 1, rank 0: {sentence}; it is tried again" in nodes[0].said)
             assert not handle.persistent.done()
+            with pytest.raises(CheckpointError) as told:
+                handle.wait("persistent", 1.0)
+            assert str(told.value) == f"step 1 is not persistent after 1 s: store of step 1, rank 0: {sentence}"
             restored = client.load()
         assert intact(restored, 1)
         assert nodes[0].said.count("store of step 1") == 1
