@@ -105,7 +105,8 @@ def main() -> int:
         for module in NEEDED.get(part, ()):
             need(module)
     result = json.loads(options.out.read_text(encoding="utf-8")) if options.only and options.out.exists() else {}
-    result = {"ratios": {}, "spread": {}, "details": {}} | result | provenance()
+    where = provenance()  # before the result itself is a change
+    result = {"ratios": {}, "spread": {}, "details": {}} | result | where
     for number, part in enumerate(parts, 1):
         print(
             f"[{number}/{len(parts)}] {part}: {', '.join(key for key in wanted if KEYS[key] == part)}",
@@ -118,7 +119,7 @@ def main() -> int:
                 ratios = told["ratios"][key]
                 result["ratios"][key] = significant(statistics.median(ratios))
                 result["spread"][key] = [significant(min(ratios)), significant(max(ratios))]
-                result["details"][key] = {"pairs": len(ratios), **told["details"].get(key, {}), **provenance()}
+                result["details"][key] = {"pairs": len(ratios), **told["details"].get(key, {}), **where}
                 print(f"    {key}: {result['ratios'][key]} {result['spread'][key]}", file=sys.stderr, flush=True)
         result["details"] |= {key: value for key, value in told["details"].items() if key not in KEYS}
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
