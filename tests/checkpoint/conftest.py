@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 
 from checkpoint.client import Client
+from checkpoint.tcp import Tcp
 
 EAGLEEYE = "import sys; from eagleeye.cli import main; sys.exit(main(sys.argv[1:]))"
 SLOW_STORAGE = """
@@ -256,3 +259,47 @@ def trainer() -> Iterator[Callable[..., Trainer]]:
         one.kill()
         one.pipe.close()
         one.process.close()
+
+
+class Unheard:
+    """Ranks that run in one process: each hears itself alone."""
+
+    def largest(self, number: int) -> int:
+        return number
+
+    def tell(self, words: Any) -> Any:
+        return [7, "00000007"] if isinstance(words, list) else words
+
+    def gather(self, words: Any) -> list[Any]:
+        return [words]
+
+
+@pytest.fixture
+def unheard() -> Unheard:
+    return Unheard()
+
+
+@contextlib.contextmanager
+def _lending(transport: Tcp) -> Iterator[int]:
+    """Yield the port at which others read what a transport lends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def attend(sock: socket.socket) -> None:
+            with sock, contextlib.suppress(OSError):
+                transport.attend(sock, lambda link: None)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=attend, args=(server.accept()[0],), daemon=True).start()
+
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        accepting.join()
+
+
+@pytest.fixture
+def lending() -> Callable[[Tcp], AbstractContextManager[int]]:
+    return _lending

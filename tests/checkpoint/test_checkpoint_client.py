@@ -182,26 +182,13 @@ def test_memory_of_outgrown_forms_is_let_go(cluster: Any) -> None:
         assert 0 < sum(int(end, 16) - int(start, 16) for start, end in maps) <= limit_bytes
 
 
-def test_jobs_and_ranks_do_not_see_each_other(three: Any) -> None:
+def test_jobs_and_ranks_do_not_see_each_other(three: Any, unheard: Any) -> None:
     for rank in (0, 1):
         with three[0].client("two-ranks", rank, 2) as client:
-            client._agreement = Unheard()
+            client._agreement = unheard
             saved(client, 3, {"rank": rank}, "cached")
     with three[0].client("two") as client:
         assert client.load() is None
-
-
-class Unheard:
-    """Ranks that run one after the other in this test: each hears itself alone."""
-
-    def largest(self, number: int) -> int:
-        return number
-
-    def tell(self, words: Any) -> Any:
-        return [7, "00000007"] if isinstance(words, list) else words
-
-    def gather(self, words: Any) -> list[Any]:
-        return [words]
 
 
 def test_what_does_not_fit_changes_nothing(three: Any) -> None:
@@ -213,11 +200,11 @@ def test_what_does_not_fit_changes_nothing(three: Any) -> None:
         assert into["a"].tolist() == [0, 0]
 
 
-def test_a_job_of_another_size_is_told(three: Any) -> None:
+def test_a_job_of_another_size_is_told(three: Any, unheard: Any) -> None:
     with three[0].client("resized") as client:
         saved(client, 4, {"a": 1}, "cached")
     with three[0].client("resized", 0, 2) as client:
-        client._agreement = Unheard()
+        client._agreement = unheard
         with pytest.raises(CheckpointError) as told:
             client.load()
     assert str(told.value) == (

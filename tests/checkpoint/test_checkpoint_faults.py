@@ -603,28 +603,7 @@ def test_strangers_at_the_door(three: Any) -> None:
     assert three[0].said.count("what was received is no message of a checkpoint cache") == 1
 
 
-@contextlib.contextmanager
-def lending(transport: Tcp) -> Iterator[int]:
-    """Yield the port at which others read what a transport lends."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def attend(sock: socket.socket) -> None:
-            with sock, contextlib.suppress(OSError):
-                transport.attend(sock, lambda link: None)
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    threading.Thread(target=attend, args=(server.accept()[0],), daemon=True).start()
-
-        accepting = threading.Thread(target=accept)
-        accepting.start()
-        yield server.getsockname()[1]
-        server.shutdown(socket.SHUT_RDWR)
-        accepting.join()
-
-
-def test_a_put_that_breaks_off_or_lies_is_not_kept(three: Any) -> None:
+def test_a_put_that_breaks_off_or_lies_is_not_kept(three: Any, lending: Any) -> None:
     data = bytes(range(256)) * 1000
     key = Key("lies", Generation(5, 5, "abcdef00"), 0)
     manifest = made_of(key, 1, "node7", {}, memoryview(data))

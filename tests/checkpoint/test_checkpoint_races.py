@@ -27,19 +27,6 @@ NEW = (4_000_000_000, "abcdef00")
 """A start that was numbered by a clock that went far ahead."""
 
 
-class Unheard:
-    """Ranks that run in one process: each hears itself alone."""
-
-    def largest(self, number: int) -> int:
-        return number
-
-    def tell(self, words: Any) -> Any:
-        return [7, "00000007"] if isinstance(words, list) else words
-
-    def gather(self, words: Any) -> list[Any]:
-        return [words]
-
-
 def saved(client: Client, step: int, *levels: str, **more: Any) -> str:
     handle = client.save(step, {"w": torch.full((1000,), float(step)), **more})
     for level in levels:
@@ -244,14 +231,14 @@ def test_only_as_much_of_ended_jobs_is_let_go_as_is_needed(cluster: Any) -> None
 
 
 def test_a_process_of_an_earlier_start_does_not_tell_who_the_others_are(
-    cluster: Any, poll: Any, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, poll: Any, monkeypatch: pytest.MonkeyPatch, unheard: Any
 ) -> None:
     nodes = cluster(3, storage=None, peers=False)
     clients = []
     for rank, peer in enumerate((1, 2)):
         monkeypatch.setenv("EAGLEEYE_CHECKPOINT__PEERS", f"node{peer}=127.0.0.1:{nodes[peer].port}")
         clients.append(nodes[0].client("job", rank, 2))
-        clients[-1]._agreement = Unheard()
+        clients[-1]._agreement = unheard
         clients[-1]._connected(10.0)
     old, new = clients
     old._connection.lose("it was stopped")

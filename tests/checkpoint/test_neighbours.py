@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,24 +111,11 @@ def test_what_no_holder_has_comes_from_storage_and_all_are_named(cluster: Any, p
     assert {note for note in restored.notes if "not those" in note} == {f"node1: {bad}", f"node2: {bad}"}
 
 
-class Unheard:
-    """Ranks that run in one process: each hears itself alone."""
-
-    def largest(self, number: int) -> int:
-        return number
-
-    def tell(self, words: Any) -> Any:
-        return [7, "00000007"] if isinstance(words, list) else words
-
-    def gather(self, words: Any) -> list[Any]:
-        return [words]
-
-
-def test_every_rank_has_its_copy_in_the_other_rack(cluster: Any) -> None:
+def test_every_rank_has_its_copy_in_the_other_rack(cluster: Any, unheard: Any) -> None:
     nodes = with_racks(cluster, ["r0", "r0", "r1", "r1"], storage=None)
     ranks = [node.client(rank=rank, world_size=4) for rank, node in enumerate(nodes.nodes)]
     for rank in ranks:
-        rank._agreement = Unheard()
+        rank._agreement = unheard
     for handle in [rank.save(1, STATE | {"step": 1}) for rank in ranks]:
         handle.wait("replicated", 30)
     told = {node.name: questions.inventory(Tcp(), f"127.0.0.1:{node.port}", "job").copies for node in nodes.nodes}
@@ -198,27 +184,7 @@ def answer(asked: bytes) -> bytes:
     return FRAME.pack(*fields)
 
 
-@contextlib.contextmanager
-def lending(transport: Tcp) -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def attend(sock: socket.socket) -> None:
-            with sock, contextlib.suppress(OSError):
-                transport.attend(sock, lambda link: None)
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    threading.Thread(target=attend, args=(server.accept()[0],), daemon=True).start()
-
-        accepting = threading.Thread(target=accept)
-        accepting.start()
-        yield server.getsockname()[1]
-        server.shutdown(socket.SHUT_RDWR)
-        accepting.join()
-
-
-def test_a_put_that_broke_off_goes_on_where_it_was(three: Any) -> None:
+def test_a_put_that_broke_off_goes_on_where_it_was(three: Any, lending: Any) -> None:
     data = memoryview(bytes(range(256)) * 16384 * 8)
     key = Key("resumed", Generation(5, 5, "abcdef00"), 0)
     manifest = made_of(key, 1, "node7", {}, data)
