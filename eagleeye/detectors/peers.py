@@ -33,8 +33,8 @@ SHIFT_RATIO = 0.25
 PASSAGE_POINTS, PASSAGE_JUMPS = 12, 4
 """A passage of the whole job from one state to another shows in no more than this many of so many instants."""
 
-FINE_S = 2.5
-"""Sampling finer than this sees bursts of a second or two as several values."""
+FINE_S, COARSE_S = 2.5, 15.0
+"""Sampling finer than the first sees bursts of a second or two as several values; from the second on none as more than one."""
 
 ROLE_RANKS = 4
 """Fewer ranks than this, or ranks of one node alone, are odd ranks and no role of their own."""
@@ -341,8 +341,9 @@ def prepare(window: Window, scale: Scale, offset_RM: NDArray[np.float32], jump_G
     before.
 
     Every instant becomes the median of the newest three observed values, of five where sampling is finer than `FINE_S`: this
-    removes what a single scrape did, and bridges
-    gaps. A rank that was observed in less than half of the instants, or in none of the last three, stays NaN.
+    removes what a single scrape did, and bridges gaps. From `COARSE_S` on it stays as it is: it is a mean over long enough, and
+    three of them reach too far back. A rank that was observed in less than half of the instants, or in none of the last three,
+    stays NaN.
     """
     picked = window.select(scale.metrics)
     group_R, median_GMT = _group_medians(picked)
@@ -355,7 +356,7 @@ def prepare(window: Window, scale: Scale, offset_RM: NDArray[np.float32], jump_G
         often_GMT[:, :, PASSAGE_POINTS:] -= often_GMT[:, :, :-PASSAGE_POINTS].copy()
         excess_GMT[often_GMT > PASSAGE_JUMPS] = 0.0
         excess_GMT[:, :, :-1] = np.maximum(excess_GMT[:, :, :-1], excess_GMT[:, :, 1:])
-    count = 5 if window.step_s < FINE_S else 3
+    count = 5 if window.step_s < FINE_S else 3 if window.step_s < COARSE_S else 1
     values_RMT = _prepared(picked.values_RMT, median_GMT, excess_GMT, group_R, plain(offset_RM), plain(scale.scale_M), count)
     return replace(picked, values_RMT=values_RMT)
 

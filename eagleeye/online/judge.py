@@ -234,6 +234,11 @@ class Judge:
         """How much work was learned from."""
         return self.lesson.work_s if self.lesson else 0.0
 
+    @property
+    def wander(self) -> float:
+        """What is taken off every score of a rank: permanent differences wander, and a short past tells little of how much."""
+        return WANDER_RATIO * self.settings.learn_s / self._work_s if self._work_s >= self.settings.learn_s else 0.0
+
     def _in_roles(self, window: Window) -> Window:
         return replace(window, groups=self.lesson.roles) if self.lesson else window
 
@@ -305,13 +310,10 @@ class Judge:
             own = ensemble.shipped(window)
             unknown_RM = np.zeros((len(window.ranks), len(own.scale.metrics) if own else 0), np.float32)
             each, whole = own.score(window, unknown_RM) if own else [], []
-        learned = self._work_s / self.settings.learn_s
-        if learned < 1:
+        if self._work_s < self.settings.learn_s:
             # little was seen of this job: whoever is to be blamed must lie out twice as far
             each, whole = ([replace(s, score_R=s.score_R / 2) for s in scores] for scores in (each, whole))
-        else:
-            # permanent differences wander, and the shorter the past, the less is known of how much
-            each = [replace(s, score_R=np.maximum(s.score_R - WANDER_RATIO / learned, 0.0)) for s in each]
+        each = [replace(s, score_R=np.maximum(s.score_R - self.wander, 0.0)) for s in each]
         if window.end_s < self._warm_s:
             warm = base.abstain(whole_job.JOB_CHANGE, window, "the job warms up after a pause")
             whole = [warm if s.detector == whole_job.JOB_CHANGE else s for s in whole]
@@ -379,16 +381,16 @@ class Judge:
         if suspects:
             suspects = self._lasting(window, suspects)
         best = suspects[0] if suspects else ballot.suspects[0]
-        nodes = sorted({window.nodes[i] for i in suspects})
+        nodes = sorted({window.nodes[i] for i in suspects or ballot.suspects})
         agreed = [s.detector for s in scores if ballot.votes.get(s.detector)]
         evidence = [s.evidence[best] for s in scores if s.score_R[best] > 1.0]
         kind = diagnosis.category(evidence)
-        if not suspects:
-            reason = "ranks of equal role deviate from each other, and their own past does not tell which of them is well"
-            return self._say(window, Decision.UNSURE, reason, votes=ballot.votes)
         if len(nodes) > max(1, len(set(window.nodes)) / 2):
             reason = f"{len(nodes)} of {len(set(window.nodes))} nodes deviate at once, so the cause is not one of them"
             return self._say(window, Decision.ANOMALOUS, reason, scope=Scope.JOB, category=kind, votes=ballot.votes)
+        if not suspects:
+            reason = "ranks of equal role deviate from each other, and their own past does not tell which of them is well"
+            return self._say(window, Decision.UNSURE, reason, votes=ballot.votes)
         newest_RM = diagnosis.newest_RM(window)
         named = tuple(
             Suspect(

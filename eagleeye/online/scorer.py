@@ -64,7 +64,9 @@ class Drift:
         known_R = strength_R[np.isfinite(strength_R)]
         if not len(known_R):
             return self
-        ratio = self.ratio + -np.expm1(-passed_s / DRIFT_MEAN_S) * (float((known_R > Tail.START).mean()) - self.ratio)
+        ratio = self.ratio + -np.expm1(-passed_s / DRIFT_MEAN_S) * (
+            float((known_R + judge.wander > Tail.START).mean()) - self.ratio
+        )
         return Drift(float(ratio), self.above_s + passed_s if ratio > DRIFT_RATIO else 0.0)
 
 

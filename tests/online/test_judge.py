@@ -131,8 +131,8 @@ def blamed(
         (9.0, 1.0, {}, 10),
         (2.0, 1.0, {"confirm_s": 25.0}, 80),
         (1.99, 1.0, {}, 35),
-        (1.01, 1.0, {}, 35),
-        (1.01, 1.0, {"confirm_s": 25.0}, 80),
+        (1.26, 1.0, {}, 35),
+        (1.26, 1.0, {"confirm_s": 25.0}, 80),
         (2.0, 5.0, {}, 30),
         (1.99, 5.0, {}, 30),
     ],
@@ -140,7 +140,10 @@ def blamed(
 def test_how_long_a_suspicion_must_last(
     stream: Callable[..., Any], strength: float, step_s: float, settings: dict[str, float], after_s: float
 ) -> None:
-    """Power is soft evidence: it needs three times `confirm_s`, unless a rank lies out very far (9.0)."""
+    """Power is soft evidence: it needs three times `confirm_s`, unless a rank lies out very far (9.0).
+
+    Of what is learned from `learn_s` a quarter of a threshold is taken off.
+    """
     start_s = 60 * step_s
     found = blamed(stream, lambda t: {5: (strength,) * 3} if t >= start_s else {}, step_s, **settings)
     assert found[0] == (start_s + after_s, [5])
