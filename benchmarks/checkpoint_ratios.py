@@ -575,6 +575,7 @@ def flush(scale: Scale) -> Found:
     memory.write(os.urandom(1 << 20) * (scale.large_bytes >> 20))
     with tempfile.TemporaryDirectory(prefix="eagleeye-flush-", dir=disk()) as name:
         folder = Folder(Path(name) / "storage")
+        folder.path.mkdir()
         for pair in range(-scale.warm_up, scale.pairs):
             plain_s, direct = timed(functools.partial(written, Path(name) / "plain", memory))
             key = Key("flush", Generation(1, pair + scale.warm_up, "00000000"), 0)
