@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoint.errors import CannotRun, Corrupt, UsageError
-from checkpoint.manifest import Generation, Key, Manifest, check_job, decode, generation
-from checkpoint.storage import DAMAGED, PINNED, sync_folder
+from checkpoint.manifest import Generation, Manifest, check_job, generation
+from checkpoint.storage import DAMAGED, PINNED, intact, sync_folder
 
 _OURS = ("committed", PINNED, DAMAGED)
 _PASSING = "."
@@ -148,17 +148,13 @@ def _look(stored: Stored, strange: list[str]) -> None:
     for name in sorted(names):
         match = re.fullmatch(r"rank-(\d{5})\.(json|shard)", name)
         if match and match[2] == "json":
-            rank, path = int(match[1]), stored.folder / name
+            rank = int(match[1])
             try:
-                if not path.is_file():
-                    raise Corrupt("it is no file")  # a pipe, say, would be waited for
-                manifest = decode(path.read_bytes())
-                if manifest.key != Key(stored.job, stored.generation, rank):
-                    raise Corrupt("it is the manifest of another shard")
-                if (length := (path := stored.file(rank)).stat().st_size) != manifest.nbytes:
-                    raise Corrupt(f"{length} bytes instead of {manifest.nbytes}")
-            except (Corrupt, OSError) as error:
-                stored.problems[rank] = f"{path}: {getattr(error, 'strerror', None) or error}"
+                manifest = intact(stored.folder / name, stored.job, stored.generation)
+            except Corrupt as error:
+                stored.problems[rank] = str(error)
+            except OSError as error:
+                stored.problems[rank] = f"{error.filename}: {error.strerror}"
             else:
                 stored.shards[rank], stored.world_size = manifest, manifest.world_size
         elif not match and name not in _OURS and not name.startswith(_PASSING):

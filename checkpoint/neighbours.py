@@ -203,8 +203,7 @@ class Neighbours:
             link.send({"op": "have"} if same else _OTHER)
             return
         try:
-            with cache.changed:
-                landing, slab = self._begin(manifest)
+            landing, slab = self._begin(manifest)
         except CannotRun as error:
             link.send({"op": "refused", "why": str(error)})
             return
@@ -227,8 +226,12 @@ class Neighbours:
         link.send({"op": "held"} if same else _OTHER)
 
     def _begin(self, manifest: Manifest) -> tuple[Landing, Slab]:
-        """Return where a copy lands: where it began to, if it broke off a moment ago. The caller holds the cache's lock."""
-        aside = self._aside.pop(manifest.key, None)
+        """Return where a copy lands: where it began to, if it broke off a moment ago.
+
+        A slab may take seconds to make, so nobody holds the cache's lock meanwhile.
+        """
+        with self._cache.changed:
+            aside = self._aside.pop(manifest.key, None)
         if aside is not None and aside[0].manifest == manifest:
             aside[0].forgive()
             return aside
@@ -237,9 +240,11 @@ class Neighbours:
         try:
             slab = self._cache.take("copies", manifest.nbytes, manifest.key.job)
         except CannotRun:
-            if not self._aside:
+            with self._cache.changed:
+                others = list(self._aside)
+            if not others:
                 raise
-            for key in list(self._aside):
+            for key in others:
                 self._forget(key)
             slab = self._cache.take("copies", manifest.nbytes, manifest.key.job)
         return Landing(manifest, slab.view(manifest.nbytes)), slab

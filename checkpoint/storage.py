@@ -26,9 +26,9 @@ from checkpoint.manifest import CHUNK_BYTES, Generation, Key, Manifest, decode, 
 from checkpoint.restore import STORAGE, Copy
 
 PINNED = "pinned"
+"""A generation whose folder has a file of this name stays, whatever else is removed."""
 DAMAGED = "damaged"
 """Lies in a generation of which a restore found bytes that are not those that were saved."""
-"""A generation whose folder has a file of this name stays, whatever else is removed."""
 LOOK_S = 60.0
 """A file system that does not tell for so long what lies there is passed over."""
 _PIECE_BYTES = 4 * CHUNK_BYTES
@@ -142,15 +142,8 @@ class Folder:
         for name in names:
             if not (name.startswith("rank-") and name.endswith(".json")):
                 continue
-            try:
-                if not (folder / name).is_file():
-                    continue  # a pipe, say, would be waited for
-                manifest = decode((folder / name).read_bytes())
-                size = (folder / name).with_suffix(".shard").stat().st_size
-            except (OSError, Corrupt):
-                continue
-            key = Key(job, wanted, manifest.key.rank)
-            if manifest.key == key and name == f"{_stem(key.rank)}.json" and size == manifest.nbytes:
+            with suppress(OSError, Corrupt):
+                manifest = intact(folder / name, job, wanted)
                 found.append(Copy(wanted, manifest.key.rank, manifest.world_size, STORAGE, manifest.node))
         return found
 
@@ -221,6 +214,30 @@ class Folder:
 
     def _folder(self, key: Key) -> Path:
         return self.path / key.job / str(key.generation)
+
+
+def intact(path: Path, job: str, wanted: Generation) -> Manifest:
+    """Return the manifest in a generation's folder if it is intact and the shard beside it has as many bytes as it says.
+
+    Raises
+    ------
+    Corrupt
+        It is not; the sentence begins with the file.
+    OSError
+        A file cannot be read; it is the error's `filename`.
+    """
+    if not path.is_file():
+        raise Corrupt(f"{path}: it is no file")  # a pipe, say, would be waited for
+    try:
+        manifest = decode(path.read_bytes())
+    except Corrupt as error:
+        raise Corrupt(f"{path}: {error}") from None
+    if manifest.key != Key(job, wanted, manifest.key.rank) or path.name != f"{_stem(manifest.key.rank)}.json":
+        raise Corrupt(f"{path}: it is the manifest of another shard")
+    shard = path.with_suffix(".shard")
+    if (length := shard.stat().st_size) != manifest.nbytes:
+        raise Corrupt(f"{shard}: {length} bytes instead of {manifest.nbytes}")
+    return manifest
 
 
 def _stem(rank: int) -> str:

@@ -381,7 +381,7 @@ class Judge:
         if suspects:
             suspects = self._lasting(window, suspects)
         best = suspects[0] if suspects else ballot.suspects[0]
-        nodes = sorted({window.nodes[i] for i in suspects or ballot.suspects})
+        nodes = {window.nodes[i] for i in suspects or ballot.suspects}
         agreed = [s.detector for s in scores if ballot.votes.get(s.detector)]
         evidence = [s.evidence[best] for s in scores if s.score_R[best] > 1.0]
         kind = diagnosis.category(evidence)

@@ -13,7 +13,9 @@ import torch
 from checkpoint import questions
 from checkpoint.errors import PeerError
 from checkpoint.manifest import CHUNK_BYTES, Generation, Key, made_of
+from checkpoint.memory import Slab
 from checkpoint.protocol import FRAME
+from checkpoint.server import Cache, Settings
 from checkpoint.tcp import Security, Tcp
 
 STATE = {"w": torch.arange(4_500_000.0)}  # 5 chunks
@@ -206,3 +208,29 @@ def test_a_put_that_broke_off_goes_on_where_it_was(three: Any, lending: Any) -> 
     landing, notes = questions.get(ours, {"node0": address}, key, lambda found: memoryview(room))
     assert landing is not None
     assert (landing.missing, notes, room) == (set(), [], data)
+
+
+def test_nobody_waits_for_the_memory_that_a_copy_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new slab takes seconds; meanwhile ranks save."""
+    cache = Cache(Settings(node="node0", address="127.0.0.1", port=0, run_dir=str(tmp_path), memory_bytes=64 << 20))
+    free: list[bool] = []
+    take = cache.slabs.take
+
+    def looked_at(owner: str, nbytes: int) -> Slab:
+        def ask() -> None:
+            free.append(cache.changed.acquire(timeout=5))
+            if free[-1]:
+                cache.changed.release()
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join()
+        return take(owner, nbytes)
+
+    monkeypatch.setattr(cache.slabs, "take", looked_at)
+    data = memoryview(bytes(1000))
+    landing, slab = cache.neighbours._begin(made_of(Key("job", Generation(1, 1, "abcdef00"), 0), 1, "node1", {}, data))
+    assert free == [True]
+    assert (len(landing.data), slab.size_bytes >= 1000) == (1000, True)
+    cache.doors.close()
+    cache.index.close()
