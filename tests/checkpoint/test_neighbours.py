@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoint import questions
-from checkpoint.errors import PeerError
+from checkpoint.errors import CannotRun, PeerError
 from checkpoint.manifest import CHUNK_BYTES, Generation, Key, made_of
 from checkpoint.memory import Slab
 from checkpoint.protocol import FRAME
@@ -210,27 +210,39 @@ def test_a_put_that_broke_off_goes_on_where_it_was(three: Any, lending: Any) -> 
     assert (landing.missing, notes, room) == (set(), [], data)
 
 
+class Asker:
+    """The other end of a link, which hears what it is told."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.heard: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.heard.append(message)
+
+
 def test_nobody_waits_for_the_memory_that_a_copy_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new slab takes seconds; meanwhile ranks save."""
     cache = Cache(Settings(node="node0", address="127.0.0.1", port=0, run_dir=str(tmp_path), memory_bytes=64 << 20))
     free: list[bool] = []
-    take = cache.slabs.take
 
-    def looked_at(owner: str, nbytes: int) -> Slab:
-        def ask() -> None:
-            free.append(cache.changed.acquire(timeout=5))
-            if free[-1]:
-                cache.changed.release()
+    def ask() -> None:
+        free.append(cache.changed.acquire(timeout=1))
+        if free[-1]:
+            cache.changed.release()
 
+    def take(owner: str, nbytes: int) -> Slab:
         asking = threading.Thread(target=ask)
         asking.start()
         asking.join()
-        return take(owner, nbytes)
+        raise CannotRun("that is all this test wants to know")
 
-    monkeypatch.setattr(cache.slabs, "take", looked_at)
-    data = memoryview(bytes(1000))
-    landing, slab = cache.neighbours._begin(made_of(Key("job", Generation(1, 1, "abcdef00"), 0), 1, "node1", {}, data))
+    monkeypatch.setattr(cache.slabs, "take", take)
+    manifest = made_of(Key("job", Generation(1, 1, "abcdef00"), 0), 1, "node1", {}, memoryview(bytes(1000)))
+    asker = Asker()
+    cache.neighbours._take_copy(asker, {"manifest": manifest.encode(), "region": 1, "port": 1, "existing": []})
     assert free == [True]
-    assert (len(landing.data), slab.size_bytes >= 1000) == (1000, True)
+    assert [message["op"] for message in asker.heard] == ["refused"]
     cache.doors.close()
     cache.index.close()
